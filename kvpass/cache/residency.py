@@ -1,0 +1,130 @@
+"""Which tokens live where: `Residency`, `Segment` and the `TensorPlan` of one cache tensor."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from kvpass.cache.codec import FP, Codec
+from kvpass.errors import OptionError, PlanError
+
+# A step of at most this many new tokens is a decode step: packed state is read in place. A longer one is a
+# prefill. The window's ring has as many spare slots, so that such a step never overwrites a live token.
+MAX_STEP = 16
+# Capacities are whole tiles; two at least, since the compiler specialises dimensions of size 0 and 1.
+TILE = 128
+
+_PLAN = re.compile(r"(?P<codec>[^/]+)(/window=(?P<window>\d+),flush=(?P<flush>\d+))?")
+
+
+@dataclass(frozen=True)
+class Residency:
+    """The exact recent tokens: `window` always stay exact; older ones are packed `flush` at a time.
+
+    Attributes:
+        window: tokens.
+        flush: tokens.
+    """
+
+    window: int = 0
+    flush: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("window", self.window, 0), ("flush", self.flush, 1)):
+            if not isinstance(value, int) or value < least:
+                raise OptionError(
+                    f"{name}={value!r} is not supported; allowed: a whole number, at least {least}."
+                )
+
+    def due(self, exact: int) -> int:
+        """How many of ``exact`` unpacked tokens are to be packed now: whole flushes beyond the window.
+
+        ``exact`` may be symbolic (`torch.sym_max` leaves no guard behind).
+        """
+        beyond: int = torch.sym_max(exact - self.window, 0)
+        return beyond // self.flush * self.flush
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens stored with one codec. ``ring`` is its fixed number of slots, None if it grows."""
+
+    codec: Codec
+    ring: int | None = None
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How one cache tensor (the keys or the values of one layer) is stored.
+
+    Raises:
+        PlanError: if whole groups of tokens cannot be packed at a time.
+    """
+
+    codec: Codec = FP
+    residency: Residency = Residency()
+
+    def __post_init__(self) -> None:
+        if self.residency.flush % self.codec.token_group:
+            raise PlanError(
+                f"group {self.codec.token_group} of {self.codec} does not divide the residual of "
+                f"{self.residency.flush} tokens that are packed at a time."
+            )
+
+    def __str__(self) -> str:
+        if self.codec.identity:
+            return str(self.codec)
+        return f"{self.codec}/window={self.residency.window},flush={self.residency.flush}"
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def parse(text: str) -> TensorPlan:
+        """The plan that prints as ``text``, e.g. ``int2.token32/window=128,flush=1``."""
+        match = _PLAN.fullmatch(text)
+        if match is None or (match["window"] is None) != (match["codec"] == "fp"):
+            raise PlanError(
+                f"Tensor plan {text!r} cannot be read; allowed: 'fp' or e.g. "
+                "'int2.channel32/window=0,flush=128'."
+            )
+        codec = Codec.parse(match["codec"])
+        if codec.identity:
+            return TensorPlan()
+        return TensorPlan(codec, Residency(int(match["window"]), int(match["flush"])))
+
+    @property
+    def ring(self) -> int:
+        """Slots of the exact window: what it can hold, and room for one step (0 for ``fp``)."""
+        if self.codec.identity:
+            return 0
+        return self.residency.window + self.residency.flush + MAX_STEP - 1
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Oldest tokens first."""
+        packed = Segment(self.codec)
+        return (packed,) if self.codec.identity else (packed, Segment(FP, self.ring))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The inner tensors of a `PackedKV` with this plan, in the order in which ops take them."""
+        return ("codes", "ends") if self.codec.identity else ("codes", "params", "window", "ends")
+
+    @property
+    def tile(self) -> int:
+        """Capacities are multiples of this many tokens."""
+        return math.lcm(TILE, self.codec.token_group)
+
+    def capacity(self, tokens: int) -> int:
+        """Tokens to make room for when ``tokens`` are to be packed. ``tokens`` may be symbolic."""
+        tiles: int = torch.sym_max(-(-tokens // self.tile), 2)
+        return tiles * self.tile
+
+    def packed(self, tokens: int) -> int:
+        """Of ``tokens`` that arrive at once, how many a prefill packs. ``tokens`` may be symbolic."""
+        if self.codec.identity:
+            return tokens
+        return self.residency.due(tokens)

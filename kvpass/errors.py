@@ -1,0 +1,51 @@
+"""Every error a user can meet: one class per kind, one clear sentence each.
+
+They derive from Dynamo's ``ShortenTraceback`` because Dynamo hands such errors to the caller as they
+are, where it would wrap any other one in ``BackendCompilerFailed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from kvpass._torch import ShortenTraceback
+
+
+class KvpassError(ShortenTraceback, ValueError):
+    """Base class. The message names the offending value and what is allowed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
+class OptionError(KvpassError):
+    """An unknown recipe or option, or a value that is not allowed."""
+
+
+class PlanError(KvpassError):
+    """A plan that does not fit the model, or a plan file that cannot be read."""
+
+
+class UnmatchedGraphError(KvpassError):
+    """``strict`` is set and some cache update or attention could not be rewritten."""
+
+
+class StaleHandleError(KvpassError):
+    """A cache tensor is used after a later step has overwritten its storage."""
+
+
+class KernelError(KvpassError):
+    """A generated kernel cannot be rendered, compiled or launched."""
+
+
+class GraphError(KvpassError):
+    """A rewritten graph breaks an invariant. Always a bug in a rule, never the user's fault."""
+
+
+def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:
+    """The sentence for an unknown ``name``: the close ones, then everything that is allowed."""
+    names = sorted(allowed)
+    close = get_close_matches(str(name), names, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return f"Unknown {kind} {name!r}.{hint} Allowed: {', '.join(names)}."

@@ -1,0 +1,1 @@
+"""The meaning of every ``kvpass::`` op: schema, fake and reference, one file per op."""

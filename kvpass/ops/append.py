@@ -1,0 +1,65 @@
+"""``kvpass::append``: new tokens join a packed cache tensor, in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.ops.library import define
+from kvpass.ops.pack import write_packed, write_window
+
+SCHEMA = "append(Tensor(a!)[] state, Tensor new, str plan) -> ()"
+
+
+def read_window(window: Tensor, start: int, end: int) -> Tensor:
+    """Tokens ``start ... end`` of the ring ``[B, H, ring, D]``, in order."""
+    ring = window.shape[2]
+    slots = torch.arange(start, end, device=window.device) % ring
+    return window.index_select(2, slots)
+
+
+def row_ends(ends: Tensor) -> list[int]:
+    """Segment ends of the batch. Every sequence of a batch has the same ones."""
+    return [int(e) for e in ends[0].tolist()]
+
+
+def append(state: list[Tensor], new: Tensor, plan: str) -> None:
+    """Reference of ``kvpass::append``.
+
+    A step of up to `MAX_STEP` tokens first packs what was already due and then stores the new tokens
+    exactly, so that a token is attended exactly in its own step. A longer step has been attended already;
+    it packs everything that is due with the new tokens counted. Cost is O(new tokens).
+
+    Args:
+        state: see `kvpass.ops.pack.empty_state`; room for the packed tokens must exist.
+        new: ``[B, H, n, D]``.
+        plan: a printed `TensorPlan`.
+    """
+    p, n = TensorPlan.parse(plan), new.shape[2]
+    if p.codec.identity:
+        (total,) = row_ends(state[-1])
+        write_packed(state, p, total, new)
+        state[-1].fill_(total + n)
+        return
+    packed, total = row_ends(state[-1])
+    window = state[2]
+    if n <= MAX_STEP:
+        due = p.residency.due(total - packed)
+        if due:
+            write_packed(state, p, packed, read_window(window, packed, packed + due))
+        write_window(window, total, new)
+    else:
+        tail = torch.cat([read_window(window, packed, total), new], dim=2)
+        due = p.residency.due(tail.shape[2])
+        write_packed(state, p, packed, tail[:, :, :due])
+        write_window(window, packed + due, tail[:, :, due:])
+    state[-1][:, 0] = packed + due
+    state[-1][:, 1] = total + n
+
+
+def append_fake(state: list[Tensor], new: Tensor, plan: str) -> None:
+    """Nothing is returned."""
+
+
+define(SCHEMA, append, append_fake)
