@@ -1,5 +1,117 @@
-"""The only file that imports private PyTorch APIs (checked with torch 2.11 and 2.13)."""
+"""The only file that imports private PyTorch APIs (used with torch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
+from torch._dynamo.source import AttrSource
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+LINEAR: Callable[..., Tensor] = torch._C._nn.linear
+
+
+def make_wrapper(
+    cls: type[Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of class ``cls`` without storage, contiguous.
+
+    Never an inference tensor: under ``torch.inference_mode`` a view op may not return one for a normal one.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make_wrapper(cls, size, dtype, device)
+    return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """True for the stand-ins that compilers trace with, which hold no data."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Asks Dynamo to give dimension ``dim`` a symbol at first sight.
+
+    What ``torch._dynamo.maybe_mark_dynamic`` does, without its mirroring on inner tensors, whose dimensions
+    mean something else here.
+    """
+    tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
+    tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
+
+
+def source_name(node: fx.Node) -> str:
+    """Where Dynamo read a placeholder from, e.g. ``L['past_key_values'].layers[0].keys``."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return ""
+    name = source.name
+    return cast(str, name() if callable(name) else name)
+
+
+def copy_source(old: fx.Node, new: fx.Node) -> None:
+    """Gives ``new`` the source of ``old``: AOTAutograd asks every placeholder for one."""
+    if hasattr(old, "_dynamo_source"):
+        new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+
+
+def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:
+    """Gives ``new`` the source of the inner tensor ``attribute`` of ``old``."""
+    new._dynamo_source = AttrSource(old._dynamo_source, attribute)  # type: ignore[attr-defined]
+
+
+def symbol_node(graph: fx.Graph, value: int | torch.SymInt) -> int | fx.Node:
+    """A node that computes ``value`` from the graph's symbol placeholders, or the plain number.
+
+    Raises:
+        KeyError: if a symbol has no placeholder.
+    """
+    if isinstance(value, int):
+        return value
+    expr = value.node.expr
+    if expr.is_number:
+        return int(expr)
+    env = {}
+    for node in graph.find_nodes(op="placeholder"):
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.SymInt) and example.node.expr.is_symbol:
+            env[example.node.expr] = fx.Proxy(node)
+    result = sympy_interp(PythonReferenceAnalysis, env, expr)
+    node = cast(fx.Node, result.node)
+    node.meta["example_value"] = value
+    return node
+
+
+def compile_inductor(
+    module: fx.GraphModule, examples: list[Any], mode: str | None
+) -> Callable[..., Any]:
+    """Inductor's callable for ``module``."""
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = list_mode_options(mode) if mode else None
+    return cast(Callable[..., Any], compile_fx(module, examples, config_patches=patches))
+
+
+def is_missing_compiler(error: BaseException) -> bool:
+    """Whether ``error`` says that no C++ compiler was found."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    while error is not None:
+        if isinstance(error, InvalidCxxCompiler):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__  # type: ignore[assignment]
+    return False
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Shows ``text`` to tlparse and TORCH_TRACE as an artifact."""
+    torch._logging._internal.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )

@@ -1,0 +1,221 @@
+"""What a `PackedKV` does without decoding, op by op. Every result owns its storage."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvpass._torch import is_traced
+from kvpass.cache.residency import TensorPlan
+from kvpass.ops.append import row_ends
+from kvpass.ops.pack import write_window
+
+if TYPE_CHECKING:
+    from kvpass.cache.packed import PackedKV
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+# Ops that had to decode a cache tensor outside compiled code, and how often.
+DECODES: Counter[str] = Counter()
+_PackedKV: type[PackedKV]
+
+
+def register(cls: type[PackedKV]) -> None:
+    """Called once by `kvpass.cache.packed`, which imports this file."""
+    global _PackedKV
+    _PackedKV = cls
+
+
+def handles(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the native implementation of aten ``ops``; it may return NotImplemented to decode."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        HANDLERS.update(dict.fromkeys(ops, function))
+        return function
+
+    return decorate
+
+
+def note_decode(op: str, handle: PackedKV) -> None:
+    """Counts a decode outside compiled code; the first one warns."""
+    if not DECODES:
+        warnings.warn(
+            f"{op} decoded a packed cache tensor {tuple(handle.shape)} to {handle.dtype}. kvpass warns "
+            "once; kvpass.explain counts them all.",
+            stacklevel=4,
+        )
+    DECODES[op] += 1
+    log.debug("%s decoded %s", op, handle)
+
+
+def token_dims(plan: TensorPlan) -> dict[str, int]:
+    """The growing state tensors and the dimension along which each of them grows."""
+    if plan.codec.identity:
+        return {"codes": 2}
+    return {"codes": 2, "params": 2 if plan.codec.axis == "channel" else 3}
+
+
+def _rebuilt(old: PackedKV, state: Sequence[Tensor], tokens: int | None = None) -> PackedKV:
+    length = old.shape[2] if tokens is None else tokens
+    shaped = state[0] if old.plan.codec.identity else state[2]
+    handle = _PackedKV(state, old.plan, length, shaped.dtype)
+    handle.mark_dynamic()
+    return handle
+
+
+@handles(aten.detach.default, aten.alias.default)
+def same(x: PackedKV) -> PackedKV:
+    """Another handle on the same storage, of the same age."""
+    handle = _PackedKV(x.state, x.plan, x.shape[2], x.dtype)
+    handle._steps, handle._born = x._steps, x._born
+    return handle
+
+
+@handles(aten.clone.default)
+def clone(x: PackedKV, memory_format: torch.memory_format | None = None) -> Any:
+    """A copy of the storage."""
+    if is_traced(x.ends):
+        return NotImplemented
+    x.check()
+    return _rebuilt(x, [t.clone() for t in x.state])
+
+
+@handles(aten._to_copy.default)
+def to_copy(
+    x: PackedKV,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **_: Any,
+) -> Any:
+    """Another device or dtype; codes, params and ends keep their types."""
+    if is_traced(x.ends) or (dtype is not None and not dtype.is_floating_point):
+        return NotImplemented
+    x.check()
+    exact = "codes" if x.plan.codec.identity else "window"
+    state = [
+        getattr(x, name).to(
+            device=device,
+            dtype=dtype if name == exact else None,
+            non_blocking=non_blocking,
+            copy=True,
+        )
+        for name in x.plan.state_names
+    ]
+    return _rebuilt(x, state)
+
+
+@handles(aten.index_select.default)
+def index_select(x: PackedKV, dim: int, index: Tensor) -> Any:
+    """Rows of the batch, as beam search reorders them."""
+    if dim % 4 or is_traced(x.ends):
+        return NotImplemented
+    x.check()
+    return _rebuilt(x, [t.index_select(0, index) for t in x.state])
+
+
+@handles(aten.index.Tensor)
+def index(x: PackedKV, indices: Sequence[Tensor | None]) -> Any:
+    """Rows of the batch by an index or a bool mask."""
+    first, *rest = indices
+    if first is None or first.dim() != 1 or any(i is not None for i in rest):
+        return NotImplemented
+    rows = first.nonzero().flatten() if first.dtype == torch.bool else first
+    return index_select(x, 0, rows % x.shape[0])
+
+
+@handles(aten.slice.Tensor)
+def slice_(
+    x: PackedKV, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """A crop to the first tokens, or consecutive rows of the batch."""
+    if is_traced(x.ends) or dim % 4 not in (0, 2):
+        return NotImplemented
+    first, last, stride = slice(start, end, step).indices(x.shape[dim])
+    if stride != 1 or (dim % 4 == 2 and first != 0):
+        return NotImplemented
+    if first == 0 and last == x.shape[dim]:
+        return same(x)
+    if dim % 4 == 0:
+        return index_select(x, 0, torch.arange(first, max(last, first), device=x.device))
+    return crop(x, max(last, 0))
+
+
+def crop(x: PackedKV, tokens: int) -> PackedKV:
+    """The first ``tokens`` tokens. A group that is cut through is decoded into the exact window."""
+    x.check()
+    state = [t.clone() for t in x.state]
+    ends = state[-1]
+    if not x.plan.codec.identity:
+        packed, g = row_ends(ends)[0], x.plan.codec.token_group
+        kept = min(packed, tokens // g * g)
+        if kept < min(packed, tokens):
+            params = x.params.narrow(2, kept // g, 1)
+            group = x.plan.codec.decode(x.codes[:, :, kept : kept + g], params, x.dtype)
+            write_window(state[2], kept, group[:, :, : tokens - kept])
+        ends[:, 0] = kept
+    ends[:, -1] = tokens
+    return _rebuilt(x, state, tokens)
+
+
+@handles(aten.cat.default)
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """A packed tensor followed by new tokens, or packed tensors of equal length along the batch."""
+    first, *rest = tensors
+    if not isinstance(first, _PackedKV) or is_traced(first.ends):
+        return NotImplemented
+    if dim % 4 == 0:
+        return _cat_batch(tensors)
+    if dim % 4 != 2 or any(isinstance(t, _PackedKV) for t in rest):
+        return NotImplemented
+    first.check()
+    result = clone(first)
+    for new in rest:
+        result.reserve(new.shape[2])
+        torch.ops.kvpass.append.default(result.state, new.to(result.dtype), str(result.plan))
+        result = result.extended(new.shape[2])
+    return result
+
+
+def _cat_batch(tensors: Sequence[Tensor]) -> Any:
+    """Rows join only if all of them have their boundaries at the same tokens."""
+    packed = [t for t in tensors if isinstance(t, _PackedKV)]
+    first = packed[0]
+    if len(packed) != len(tensors) or any(
+        t.plan != first.plan
+        or t.shape[1:] != first.shape[1:]
+        or row_ends(t.ends) != row_ends(first.ends)
+        for t in packed
+    ):
+        return NotImplemented
+    room = max(t.capacity for t in packed)
+    for t in packed:
+        t.check()
+    grown = [_with_capacity(t, room) for t in packed]
+    return _rebuilt(
+        first, [torch.cat(parts) for parts in zip(*(g.state for g in grown), strict=True)]
+    )
+
+
+def _with_capacity(x: PackedKV, room: int) -> PackedKV:
+    result: PackedKV = clone(x)
+    result.grow(room)
+    return result
+
+
+@handles(aten.zero_.default)
+def zero_(x: PackedKV) -> PackedKV:
+    """All tokens become zero, in place (a static cache's reset)."""
+    x.check()
+    for tensor in x.state[:-1]:
+        tensor.zero_()
+    return x

@@ -1,0 +1,190 @@
+"""`PackedKV`: the cache tensor. It stands for ``[B, H, T, D]`` and stores quantized segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from kvpass._torch import is_traced, make_wrapper, mark_dynamic
+from kvpass.cache import native
+from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.errors import StaleHandleError
+
+
+class PackedKV(Tensor):
+    """A handle on the packed keys or values of one layer.
+
+    Outside compiled code it behaves as the tensor it stands for. Batch indexing, cropping, cloning, moving,
+    and concatenation stay packed; anything else decodes, with one warning. A compiled step extends the
+    storage in place and returns a new handle; older handles then raise `StaleHandleError`.
+
+    Attributes:
+        plan: how the tokens are stored.
+        codes, params, window, ends: the state, see `kvpass.ops.pack.empty_state`.
+    """
+
+    plan: TensorPlan
+    codes: Tensor
+    params: Tensor
+    window: Tensor
+    ends: Tensor
+    # Shared by all handles on one storage: how many steps have extended it.
+    _steps: list[int]
+    _born: int
+
+    @staticmethod
+    def __new__(
+        cls, state: Sequence[Tensor], plan: TensorPlan, tokens: int, dtype: torch.dtype
+    ) -> PackedKV:
+        """Wraps ``state``, which holds ``tokens`` tokens of logical type ``dtype``."""
+        shaped = state[0] if plan.codec.identity else state[2]
+        size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
+        self: PackedKV = make_wrapper(cls, size, dtype, shaped.device)
+        self.plan = plan
+        for name, tensor in zip(plan.state_names, state, strict=True):
+            setattr(self, name, tensor)
+        self._steps, self._born = [0], 0
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[TensorPlan, torch.dtype]]:
+        return list(self.plan.state_names), (self.plan, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        meta: tuple[TensorPlan, torch.dtype],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> PackedKV:
+        plan, dtype = meta
+        return PackedKV([inner[name] for name in plan.state_names], plan, outer_size[2], dtype)
+
+    @property
+    def state(self) -> list[Tensor]:
+        """The inner tensors in the order in which ops take them."""
+        return [getattr(self, name) for name in self.plan.state_names]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the packed segment has room for."""
+        return self.codes.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: codes, scales, minima, window and ends, spare room included."""
+        return sum(t.numel() * t.element_size() for t in self.state)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits that store one element of the tokens now held: everything but spare room."""
+        self.check()
+        ends = [int(e) for e in self.ends[0].tolist()]
+        exact = 8 * self.dtype.itemsize
+        if self.plan.codec.identity:
+            bits = float(exact)
+        else:
+            packed = self.plan.codec.bits_per_element() * ends[0]
+            bits = (packed + exact * (ends[1] - ends[0])) / max(ends[1], 1)
+        return bits + 8 * self.ends.nbytes / max(self.numel(), 1)
+
+    def check(self) -> None:
+        """Raises:
+        StaleHandleError: if a later step has extended the storage.
+        """
+        if self._steps[0] != self._born:
+            raise StaleHandleError(
+                f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended its "
+                "storage. Use the tensor that the cache holds now, or clone() before the step."
+            )
+
+    def reserve(self, new: int) -> None:
+        """Makes room for a step of ``new`` tokens: capacity grows by a quarter at least."""
+        tokens, plan = self.shape[2], self.plan
+        if plan.codec.identity:
+            needed = tokens + new
+        else:
+            counted = tokens if new <= MAX_STEP else tokens + new
+            needed = counted - plan.residency.window
+        if needed > self.capacity:
+            more = max(self.capacity // 4, 2 * plan.tile)
+            self.grow(plan.capacity(max(needed, self.capacity + more)))
+
+    def grow(self, capacity: int) -> None:
+        """Moves the packed segment to buffers with room for ``capacity`` tokens."""
+        before = self.capacity
+        for name, dim in native.token_dims(self.plan).items():
+            old = getattr(self, name)
+            shape = list(old.shape)
+            shape[dim] = shape[dim] * capacity // before
+            grown = old.new_empty(shape)
+            grown.narrow(dim, 0, old.shape[dim]).copy_(old)
+            setattr(self, name, grown)
+        self.mark_dynamic()
+
+    def extended(self, new: int) -> PackedKV:
+        """The handle after a step has stored ``new`` more tokens in place; this one becomes stale."""
+        handle = PackedKV(self.state, self.plan, self.shape[2] + new, self.dtype)
+        self._steps[0] += 1
+        handle._steps, handle._born = self._steps, self._steps[0]
+        mark_dynamic(handle, 2)
+        return handle
+
+    def mark_dynamic(self) -> None:
+        """Tells Dynamo that length and capacity vary, so that one decode graph serves all of them."""
+        mark_dynamic(self, 2)
+        for name, dim in native.token_dims(self.plan).items():
+            mark_dynamic(getattr(self, name), dim)
+
+    def decode(self) -> Tensor:
+        """The plain tensor ``[B, H, T, D]`` that this one stands for."""
+        if is_traced(self.ends):
+            return self.ends.new_empty(self.shape, dtype=self.dtype)
+        self.check()
+        tokens, plan = self.shape[2], str(self.plan)
+        out: Tensor = torch.ops.kvpass.unpack.default(self.state, tokens, plan, self.dtype)
+        return out
+
+    def repeat_interleave(  # type: ignore[override]
+        self, repeats: int | Tensor, dim: int | None = None, *, output_size: int | None = None
+    ) -> Tensor:
+        """Natively for the batch dimension; torch would decompose it into views that must decode."""
+        if dim == 0:
+            rows = torch.arange(self.shape[0], device=self.device)
+            return self.index_select(
+                0, torch.repeat_interleave(rows, repeats, output_size=output_size)
+            )
+        return torch.repeat_interleave(self.decode(), repeats, dim, output_size=output_size)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        stale = ", stale" if self._steps[0] != self._born else ""
+        return f"PackedKV(shape={tuple(self.shape)}, dtype={self.dtype}, plan='{self.plan}'{stale})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler: Callable[..., Any] | None = native.HANDLERS.get(func)
+        if handler is not None:
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        handles = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, PackedKV)]
+        if not any(is_traced(h.ends) for h in handles):
+            native.note_decode(str(func), handles[0])
+        plain_args, plain_kwargs = pytree.tree_map_only(PackedKV, PackedKV.decode, (args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+
+
+native.register(PackedKV)
