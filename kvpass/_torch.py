@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -66,26 +66,46 @@ def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:
     new._dynamo_source = AttrSource(old._dynamo_source, attribute)  # type: ignore[attr-defined]
 
 
+def symbol_positions(graph: fx.Graph) -> dict[Any, int]:
+    """Positions of the placeholders that carry the graph's symbols."""
+    return {
+        example.node.expr: position
+        for position, node in enumerate(graph.find_nodes(op="placeholder"))
+        if isinstance(example := node.meta.get("example_value"), torch.SymInt)
+        and example.node.expr.is_symbol
+    }
+
+
 def symbol_node(graph: fx.Graph, value: int | torch.SymInt) -> int | fx.Node:
     """A node that computes ``value`` from the graph's symbol placeholders, or the plain number.
 
     Raises:
         KeyError: if a symbol has no placeholder.
     """
-    if isinstance(value, int):
-        return value
-    expr = value.node.expr
-    if expr.is_number:
-        return int(expr)
-    env = {}
-    for node in graph.find_nodes(op="placeholder"):
-        example = node.meta.get("example_value")
-        if isinstance(example, torch.SymInt) and example.node.expr.is_symbol:
-            env[example.node.expr] = fx.Proxy(node)
-    result = sympy_interp(PythonReferenceAnalysis, env, expr)
-    node = cast(fx.Node, result.node)
+    if isinstance(value, int) or value.node.expr.is_number:
+        return int(value)
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    env = {symbol: fx.Proxy(placeholders[i]) for symbol, i in symbol_positions(graph).items()}
+    node = cast(fx.Node, sympy_interp(PythonReferenceAnalysis, env, value.node.expr).node)
     node.meta["example_value"] = value
     return node
+
+
+class Size:
+    """A tensor's size as a function of the arguments that a compiled graph is called with."""
+
+    def __init__(self, value: int | torch.SymInt, positions: Mapping[Any, int] | None = None) -> None:
+        self._constant = int(value) if isinstance(value, int) or value.node.expr.is_number else None
+        self._expr = None if isinstance(value, int) else value.node.expr
+        self._positions = positions or {}
+
+    def __call__(self, arguments: Sequence[Any]) -> int:
+        """The size for these arguments."""
+        if self._constant is not None:
+            return self._constant
+        assert self._expr is not None
+        env = {s: arguments[self._positions[s]] for s in self._expr.free_symbols}
+        return int(sympy_interp(PythonReferenceAnalysis, env, self._expr))
 
 
 def compile_inductor(

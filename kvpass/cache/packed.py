@@ -13,6 +13,7 @@ from kvpass._torch import is_traced, make_wrapper, mark_dynamic
 from kvpass.cache import native
 from kvpass.cache.residency import MAX_STEP, TensorPlan
 from kvpass.errors import StaleHandleError
+from kvpass.ops import unpack as _unpack  # noqa: F401  (registers the op)
 
 
 class PackedKV(Tensor):

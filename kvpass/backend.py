@@ -1,0 +1,155 @@
+"""The ``torch.compile`` backend: named passes, top to bottom. The only file that imports `lowering`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+import lowering
+from kvpass._torch import compile_inductor, copy_source, is_missing_compiler
+from kvpass.errors import UnmatchedGraphError
+from kvpass.graph.bind import bind_state, unpack_unknown_readers
+from kvpass.graph.sites import find_sites, module_path
+from kvpass.graph.verify import verify_bound, verify_rewritten
+from kvpass.inspect.report import GraphReport, new_report
+from kvpass.options import Options, parse_options
+from kvpass.recipes import Recipe
+from kvpass.rules import Context, Event, apply_rules
+from kvpass.runtime import PackedCallable
+
+log = logging.getLogger(__name__)
+
+
+def kvpass(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compiles Dynamo's graph so that the KV cache it updates stays packed.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its example arguments.
+        mode: Inductor's mode, e.g. ``reduce-overhead``.
+        options: see `kvpass.options.parse_options`.
+
+    Raises:
+        OptionError: if an option is not allowed.
+        PlanError: if the recipe does not fit the model.
+        UnmatchedGraphError: with ``strict``, if part of the cache cannot be packed.
+    """
+    opts = parse_options(options)
+    name = opts.planner.name if isinstance(opts.planner, Recipe) else opts.planner.recipe
+    examples = list(example_inputs)
+    report = new_report(name, copy_module(gm), examples)
+    module = copy_module(gm)
+    with report.timed("find sites"):
+        context = Context(module.graph, find_sites(module.graph), opts.planner)
+    with report.timed("apply rules"):
+        report.events = rewrite(context, examples)
+    with report.timed("verify"):
+        report.warnings += context.warnings + unpack_unmatched(context, report.events)
+        verify_rewritten(module.graph)
+        module.recompile()
+        report.after = copy_module(module)
+    tell(report, opts)
+    with report.timed("bind state"):
+        binding = bind_state(module.graph, examples)
+    with report.timed("lower"):
+        report.choices = lowering.lower(module.graph)
+        verify_bound(module.graph)
+        module.recompile()
+        report.bound = copy_module(module)
+    with report.timed("inner compile"):
+        inner = compile_inner(module, list(binding.examples), mode, opts, report)
+    for stage in ("before", "after", "bound"):
+        report.publish(stage, getattr(report, stage))
+    log.debug("graph %d: %s", report.index, report)
+    return PackedCallable(inner, binding, report)
+
+
+def copy_module(gm: GraphModule) -> GraphModule:
+    """A copy to work on: Dynamo reads its own placeholders after the backend has returned."""
+    mapping: dict[Any, Any] = {}
+    graph = Graph()
+    output = graph.graph_copy(gm.graph, mapping)
+    graph.output(output)
+    for old, new in mapping.items():
+        copy_source(old, new)
+    copied = GraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    return copied
+
+
+def rewrite(context: Context, examples: Sequence[Any]) -> list[Event]:
+    """Applies the rules, unless the graph is to be differentiated: packing has no gradient."""
+    if torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in examples
+    ):
+        reason = "gradients are enabled; call the model under torch.no_grad()"
+        return [
+            Event("quantize_cache", node.name, module_path(node), False, f"{reason} (at {node.name})")
+            for node in context.sites.updates
+        ]
+    return apply_rules(context)
+
+
+def unpack_unmatched(context: Context, events: Sequence[Event]) -> list[str]:
+    """Decodes packed tensors in front of readers that need them plain. Returns warnings."""
+    told = []
+    undone = [
+        u for cat, u in context.sites.updates.items() if u.packed and cat not in context.packed
+    ]
+    for update in undone:
+        reason = next((e.detail for e in events if e.node == update.cat.name), "no rule applies")
+        told.append(
+            f"the cache of {module_path(update.cat) or update.cat.name} goes back to "
+            f"{8 * update.new.meta['example_value'].dtype.itemsize} bits: {reason}"
+        )
+    for packed, reader in unpack_unknown_readers(context.graph):
+        log.debug("%s is decoded for %s", packed, reader)
+    return told
+
+
+def tell(report: GraphReport, opts: Options) -> None:
+    """Warns of what was refused, or raises if the user asked for that."""
+    refused = [e for e in report.events if not e.fired]
+    if opts.strict and (refused or not report.events):
+        reason = f"{refused[0].rule}: {refused[0].detail}" if refused else "it updates no KV cache"
+        raise UnmatchedGraphError(
+            f"strict is set and graph {report.index} cannot be rewritten: {reason}. "
+            "Without strict it would run unchanged."
+        )
+    if refused:
+        report.warnings.append(
+            f"{len(refused)} of {len(report.events)} rewrites were refused, and that part of the model "
+            f"runs unchanged. The first: {refused[0].path}: {refused[0].rule}: {refused[0].detail}"
+        )
+    for message in report.warnings:
+        warnings.warn(f"kvpass: {message}.", stacklevel=2)
+
+
+def compile_inner(
+    module: GraphModule, examples: list[Any], mode: str | None, opts: Options, report: GraphReport
+) -> Callable[..., Any]:
+    """Inductor's callable; without a C++ compiler the graph is run op by op."""
+    report.inner = opts.inner
+    if opts.inner == "eager":
+        return module
+    try:
+        return compile_inductor(module, examples, mode)
+    except Exception as error:
+        if not is_missing_compiler(error):
+            raise
+        report.inner = "eager"
+        message = "no C++ compiler was found; the graph runs op by op with ATen, more slowly"
+        report.warnings.append(message)
+        warnings.warn(f"kvpass: {message}.", stacklevel=2)
+        return module

@@ -1,0 +1,1 @@
+"""Analysis and rewriting of Dynamo graphs."""

@@ -1,0 +1,37 @@
+"""Invariants of a graph between the stages."""
+
+from __future__ import annotations
+
+from torch.fx import Graph
+
+from kvpass.cache.packed import PackedKV
+from kvpass.errors import GraphError
+from kvpass.ops import logical
+
+
+def verify_rewritten(graph: Graph) -> None:
+    """After the rules: well formed, and packed tensors are read by logical ops or returned.
+
+    Raises:
+        GraphError: if a rule left the graph broken.
+    """
+    graph.lint()
+    for node in graph.nodes:
+        if node.target is logical.append and node.args[0] is not None:
+            others = [u for u in node.args[0].users if u.target is logical.append]
+            if len(others) > 1:
+                raise GraphError(f"{node.args[0]} is appended to twice: {others}.")
+
+
+def verify_bound(graph: Graph) -> None:
+    """After binding and lowering: no logical op and no packed placeholder is left.
+
+    Raises:
+        GraphError: if one is.
+    """
+    graph.lint()
+    for node in graph.nodes:
+        if node.target in logical.LOGICAL:
+            raise GraphError(f"{node.name} was not bound.")
+        if node.op == "placeholder" and isinstance(node.meta.get("example_value"), PackedKV):
+            raise GraphError(f"{node.name} still is a packed placeholder.")

@@ -1,0 +1,1 @@
+"""What kvpass did: reports of compiled graphs."""

@@ -1,0 +1,94 @@
+"""`GraphReport`: what happened to one graph. `kvpass.explain` collects them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule
+
+from kvpass._torch import trace_artifact
+from kvpass.rules import Event
+
+if TYPE_CHECKING:
+    from kvpass.cache.packed import PackedKV
+    from lowering import Choice
+
+
+@dataclass(eq=False)
+class GraphReport:
+    """One compiled graph.
+
+    Attributes:
+        index: in the order of compilation.
+        recipe: the name of the recipe or plan.
+        before, after: Dynamo's graph, and the graph after the rules; ``print_readable()`` shows them.
+        bound: the graph as it was compiled, on inner tensors.
+        events: what each rule did or refused.
+        choices: which provider runs each op, and who declined.
+        warnings: what the user was told.
+        inner: what compiled the graph.
+        seconds: per named pass.
+        live: the cache tensors that the last call returned.
+    """
+
+    index: int
+    recipe: str
+    before: GraphModule
+    after: GraphModule | None = None
+    bound: GraphModule | None = None
+    events: list[Event] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    inner: str = "inductor"
+    seconds: dict[str, float] = field(default_factory=dict)
+    live: list[weakref.ref[PackedKV]] = field(default_factory=list)
+    _parameters: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the time spent to ``seconds``."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def belongs_to(self, model: torch.nn.Module) -> bool:
+        """Whether the graph was called with a parameter of ``model``."""
+        own = {id(p) for p in model.parameters()}
+        return any((p := ref()) is not None and id(p) in own for ref in self._parameters)
+
+    def publish(self, name: str, graph: GraphModule) -> None:
+        """Shows a graph to tlparse, and to the log at level DEBUG."""
+
+        def text() -> str:
+            return str(graph.print_readable(print_output=False))
+
+        trace_artifact(f"kvpass_{self.index}_{name}", text)
+
+
+_lock = threading.Lock()
+_reports: weakref.WeakSet[GraphReport] = weakref.WeakSet()
+_count = 0
+
+
+def new_report(recipe: str, before: GraphModule, example_inputs: Sequence[Any]) -> GraphReport:
+    """A report that lives as long as the compiled graph holds it."""
+    global _count
+    with _lock:
+        report = GraphReport(_count, recipe, before)
+        _count += 1
+        _reports.add(report)
+    report._parameters = [weakref.ref(x) for x in example_inputs if isinstance(x, torch.nn.Parameter)]
+    return report
+
+
+def reports() -> list[GraphReport]:
+    """All living reports, oldest first."""
+    with _lock:
+        return sorted(_reports, key=lambda report: report.index)

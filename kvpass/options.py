@@ -1,0 +1,69 @@
+"""``torch.compile(options=...)`` for kvpass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvpass.errors import OptionError, unknown
+from kvpass.plan import Plan
+from kvpass.recipes import DEFAULT, RECIPES, Planner, Recipe, overridden, recipe
+
+INNER = ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can say.
+
+    Attributes:
+        planner: a recipe or a plan.
+        strict: raise where a graph cannot be rewritten, instead of running it unchanged.
+        inner: what compiles the rewritten graph.
+    """
+
+    planner: Planner
+    strict: bool = False
+    inner: Literal["inductor", "eager"] = "inductor"
+
+
+def parse_options(options: Mapping[str, Any] | None) -> Options:
+    """Reads ``options``: ``recipe``, ``strict``, ``inner``, and fields of the recipe.
+
+    Raises:
+        OptionError: if a name or value is not allowed.
+    """
+    rest = dict(options or {})
+    chosen = rest.pop("recipe", DEFAULT)
+    strict = rest.pop("strict", False)
+    inner = rest.pop("inner", "inductor")
+    if not isinstance(strict, bool):
+        raise OptionError(f"strict={strict!r} is not supported; allowed: True, False.")
+    if inner not in INNER:
+        raise OptionError(unknown("inner compiler", inner, INNER))
+    return Options(_planner(chosen, rest), strict, inner)
+
+
+def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
+    if isinstance(chosen, str):
+        base = recipe(chosen)
+    elif isinstance(chosen, Recipe):
+        base = chosen
+    elif isinstance(chosen, Plan):
+        if overrides:
+            raise OptionError(
+                f"A Plan takes no further options, but got {', '.join(sorted(overrides))}; "
+                "allowed with a Plan: inner, strict."
+            )
+        return chosen
+    else:
+        raise OptionError(
+            f"recipe={chosen!r} is not supported; allowed: a Recipe, a Plan, or one of "
+            f"{', '.join(sorted(RECIPES))}."
+        )
+    known = {f for f in base.__dataclass_fields__}
+    for name in overrides:
+        if name not in known:
+            raise OptionError(unknown("option", name, {*known, "recipe", "strict", "inner"}))
+    return overridden(base, overrides)

@@ -1,0 +1,115 @@
+"""`LayerPlan` and `Plan`: how every cache tensor of a model is stored. Saved without pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvpass.cache.residency import TensorPlan
+from kvpass.errors import PlanError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How the keys and the values of one attention layer are stored."""
+
+    keys: TensorPlan = TensorPlan()
+    values: TensorPlan = TensorPlan()
+
+    def check(self, layer: str, key_dim: int, value_dim: int) -> None:
+        """Raises:
+        PlanError: if heads of these many channels cannot be stored as planned.
+        """
+        for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
+            if problem := plan.codec.misfit(dim):
+                raise PlanError(
+                    f"The {kind} of layer '{layer}' cannot be stored as {plan.codec}: {problem}."
+                )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for a model: one `LayerPlan` for all layers, and exceptions by module path.
+
+    Attributes:
+        default: for every layer that ``layers`` does not name.
+        layers: by the attention module's path, e.g. ``model.layers.0.self_attn``.
+        recipe: the name of the recipe that made it.
+    """
+
+    default: LayerPlan = LayerPlan()
+    layers: Mapping[str, LayerPlan] = field(default_factory=dict)
+    recipe: str = "custom"
+
+    def layer(self, path: str) -> LayerPlan:
+        """The plan of the layer at ``path``."""
+        return self.layers.get(path, self.default)
+
+    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
+        """The plan of the layer at ``path``, checked against its head dimensions.
+
+        Raises:
+            PlanError: if it does not fit.
+        """
+        plan = self.layer(path)
+        plan.check(path, key_dim, value_dim)
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Writes a safetensors file whose JSON header holds the plan."""
+        header = {
+            "format": FORMAT,
+            "recipe": self.recipe,
+            "default": _layer_json(self.default),
+            "layers": {name: _layer_json(plan) for name, plan in self.layers.items()},
+        }
+        save_file({}, str(path), metadata={"kvpass": json.dumps(header)})
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanError: if the file is missing, damaged, or of another format.
+        """
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                header = json.loads((file.metadata() or {})["kvpass"])
+            if header["format"] != FORMAT:
+                raise PlanError(
+                    f"Plan file '{path}' has format {header['format']!r}; this version reads {FORMAT}."
+                )
+            return Plan(
+                _layer_plan(header["default"]),
+                {name: _layer_plan(layer) for name, layer in header["layers"].items()},
+                str(header["recipe"]),
+            )
+        except FileNotFoundError:
+            raise PlanError(f"Plan file '{path}' does not exist.") from None
+        except (
+            SafetensorError,
+            OSError,
+            json.JSONDecodeError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as e:
+            raise PlanError(
+                f"Plan file '{path}' is not a kvpass plan: {type(e).__name__}: {e}."
+            ) from None
+
+
+def _layer_json(plan: LayerPlan) -> dict[str, str]:
+    return {"keys": str(plan.keys), "values": str(plan.values)}
+
+
+def _layer_plan(header: Mapping[str, Any]) -> LayerPlan:
+    return LayerPlan(TensorPlan.parse(header["keys"]), TensorPlan.parse(header["values"]))

@@ -1,0 +1,54 @@
+"""Recipes by name. A new one is a file here and a line in `RECIPES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from kvpass.errors import OptionError, unknown
+from kvpass.plan import Plan
+from kvpass.recipes.base import Recipe as Recipe
+from kvpass.recipes.fp import Fp as Fp
+from kvpass.recipes.kivi import Kivi as Kivi
+
+DEFAULT = "kivi-4bit"
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "fp": Fp,
+    "kivi-4bit": lambda: Kivi(bits=4),
+    "kivi-2bit": lambda: Kivi(bits=2),
+}
+
+
+def recipe(name: str = DEFAULT, **overrides: Any) -> Recipe:
+    """The recipe of that name.
+
+    Args:
+        name: a key of `RECIPES`.
+        overrides: fields of the recipe, e.g. ``bits``, ``group`` and ``residual`` for KIVI.
+
+    Raises:
+        OptionError: if the name, a field or a value is not allowed.
+    """
+    if name not in RECIPES:
+        raise OptionError(unknown("recipe", name, RECIPES))
+    return overridden(RECIPES[name](), overrides)
+
+
+def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """``base`` with some fields replaced.
+
+    Raises:
+        OptionError: if it has no such field, or the value is not allowed.
+    """
+    allowed = [f.name for f in fields(base)]
+    for key in overrides:
+        if key not in allowed:
+            raise OptionError(
+                unknown(f"option of recipe '{base.name}':", key, allowed or ["(none)"])
+            )
+    return replace(base, **overrides)
+
+
+# What can say how a layer is stored.
+Planner = Recipe | Plan

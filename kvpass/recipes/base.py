@@ -1,0 +1,41 @@
+"""What a recipe is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from kvpass.plan import LayerPlan, Plan
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """Makes a `Plan`. A recipe is a frozen dataclass; its fields are the options a user can override."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As a user writes it, e.g. ``kivi-2bit``."""
+
+    @abstractmethod
+    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
+        """The plan of one layer.
+
+        Args:
+            path: of the attention module, e.g. ``model.layers.0.self_attn``.
+            key_dim, value_dim: channels per head.
+
+        Raises:
+            PlanError: if the options do not fit these heads.
+        """
+
+    def concern(self, query_heads: int, kv_heads: int) -> str | None:
+        """Why this recipe may lose accuracy on a layer with these heads, or None."""
+        return None
+
+    def plan(self, config: Any) -> Plan:
+        """The plan for a model with this transformers config: uniform over the layers."""
+        text = config.get_text_config(decoder=True)
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return Plan(self.layer_plan("*", dim, dim), recipe=self.name)

@@ -1,0 +1,71 @@
+"""KIVI: keys per channel, values per token, an exact window (Liu et al., 2024, algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvpass.cache.codec import BITS, Codec
+from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.errors import OptionError
+from kvpass.plan import LayerPlan
+from kvpass.recipes.base import Recipe
+
+
+@dataclass(frozen=True)
+class Kivi(Recipe):
+    """KIVI without calibration.
+
+    Keys are packed ``residual`` tokens at a time when that many are exact; of the values exactly the last
+    ``residual`` tokens stay exact.
+
+    Attributes:
+        bits: per code of keys and values: 2, 4 or 8.
+        group: tokens that share a scale per key channel, and channels that share one per value token. None:
+            32, or for values the largest part of 32 that divides the head dimension.
+        residual: tokens, a multiple of ``group``.
+    """
+
+    bits: int = 4
+    group: int | None = None
+    residual: int = 128
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise OptionError(
+                f"bits={self.bits!r} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
+            )
+        if not isinstance(self.residual, int) or self.residual < 1:
+            raise OptionError(
+                f"residual={self.residual!r} is not supported; allowed: a positive number of tokens."
+            )
+        if self.group is not None and not isinstance(self.group, int):
+            raise OptionError(
+                f"group={self.group!r} is not supported; allowed: a whole number of at least 2."
+            )
+        # Bad combinations should be reported before any graph is compiled.
+        _ = self._keys
+
+    @property
+    def name(self) -> str:
+        """``kivi-2bit``, ``kivi-4bit`` or ``kivi-8bit``."""
+        return f"kivi-{self.bits}bit"
+
+    @property
+    def _keys(self) -> TensorPlan:
+        codec = Codec(self.bits, "channel", 32 if self.group is None else self.group)
+        return TensorPlan(codec, Residency(window=0, flush=self.residual))
+
+    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
+        """Keys per channel, values per token."""
+        group = math.gcd(32, value_dim) if self.group is None else self.group
+        values = TensorPlan(Codec(self.bits, "token", group), Residency(self.residual, flush=1))
+        plan = LayerPlan(self._keys, values)
+        plan.check(path, key_dim, value_dim)
+        return plan
+
+    def concern(self, query_heads: int, kv_heads: int) -> str | None:
+        """KIVI, section 4.2.1: multi-query attention needs 4 bits."""
+        if kv_heads == 1 and query_heads > 1 and self.bits < 4:
+            return f"{self.name} on multi-query attention (one KV head) loses accuracy; KIVI advises 4 bits"
+        return None

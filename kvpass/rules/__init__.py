@@ -1,0 +1,41 @@
+"""The rewrite rules, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from kvpass.graph.pattern import Miss
+from kvpass.graph.sites import module_path
+from kvpass.rules.base import Context as Context
+from kvpass.rules.base import Event as Event
+from kvpass.rules.base import Rule as Rule
+from kvpass.rules.fuse_attention import FuseAttention
+from kvpass.rules.quantize_cache import QuantizeCache
+
+RULES: list[Rule] = [
+    QuantizeCache(),  # cat([past, new])  ~  append(past, new), the one lossy rule
+    FuseAttention(),  # attention over a packed cache  =  kvpass.attention
+]
+
+
+def register_rule(cls: type[Rule]) -> type[Rule]:
+    """Class decorator: the rule is tried on every graph, before the built-in ones."""
+    RULES[:] = [cls(), *(rule for rule in RULES if rule.name != cls.name)]
+    return cls
+
+
+def apply_rules(context: Context) -> list[Event]:
+    """Tries every rule at every node, rule by rule. Returns what fired and what was refused."""
+    events = []
+    for rule in list(RULES):
+        for node in list(context.graph.nodes):
+            if node._erased:
+                continue
+            found = rule.match(node, context)
+            if found is None:
+                continue
+            name, path = node.name, module_path(node)
+            if isinstance(found, Miss):
+                events.append(Event(rule.name, name, path, False, str(found)))
+            else:
+                detail = rule.rewrite(node, found, context)
+                events.append(Event(rule.name, name, path, True, detail))
+    return events

@@ -1,0 +1,77 @@
+"""What a rewrite rule is, and what it may know."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch.fx import Graph, Node
+
+from kvpass.graph.pattern import Captures, Miss
+from kvpass.graph.sites import Sites
+from kvpass.plan import LayerPlan
+from kvpass.recipes import Planner, Recipe
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one rule did at one node, as `kvpass.explain` shows it.
+
+    Attributes:
+        rule: its name.
+        node: the node's name.
+        path: of the module that the node belongs to.
+        fired: False if the rule refused.
+        detail: what was done, or why it was refused and where.
+    """
+
+    rule: str
+    node: str
+    path: str
+    fired: bool
+    detail: str
+
+
+@dataclass
+class Context:
+    """What is known of the graph under rewriting.
+
+    Attributes:
+        graph: the graph.
+        sites: the analysis, by nodes of the original graph.
+        planner: says how each layer is stored.
+        packed: the ``append`` node that stands for each rewritten cat.
+        warnings: what the user should be told.
+    """
+
+    graph: Graph
+    sites: Sites
+    planner: Planner
+    packed: dict[Node, Node] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def layer_plan(self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]) -> LayerPlan:
+        """The plan of a layer with these head dimensions and (query, KV) heads."""
+        if isinstance(self.planner, Recipe) and (concern := self.planner.concern(*heads)):
+            self.warnings.append(f"{path}: {concern}")
+        return self.planner.layer_plan(path, key_dim, value_dim)
+
+
+class Rule(ABC):
+    """A local rewrite. Subclasses state their identity in a comment above the class."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def match(self, node: Node, context: Context) -> Captures | Miss | None:
+        """Whether the rule applies at ``node``.
+
+        Returns:
+            The nodes it needs, by name; a `Miss` with the reason if it nearly applies; None if ``node`` is
+            none of its business.
+        """
+
+    @abstractmethod
+    def rewrite(self, node: Node, found: Captures, context: Context) -> str:
+        """Rewrites the graph around ``node``. Returns what was done, for `kvpass.explain`."""

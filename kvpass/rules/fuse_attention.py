@@ -1,0 +1,45 @@
+"""Attention over a packed cache becomes ``kvpass.attention``."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from kvpass.graph.pattern import Captures, Miss
+from kvpass.ops import logical
+from kvpass.rules.base import Context, Rule
+
+
+# sdpa(q, repeat(K), repeat(V), mask, scale)                 =  attention(q, K, V, mask, scale)
+# softmax(q @ repeat(K)^T * scale + mask) @ repeat(V)        =  attention(q, K, V, mask, scale)
+#
+# where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads sharing them.
+class FuseAttention(Rule):
+    """Reads packed keys and values without decoding them first."""
+
+    name = "fuse_attention"
+
+    def match(self, node: Node, context: Context) -> Captures | Miss | None:
+        """Applies to known attentions whose keys and values are read packed."""
+        site = next((s for s in context.sites.attentions if s.root is node), None)
+        if site is None:
+            return None
+        keys, values = (context.packed.get(cat) for cat in (site.keys, site.values))
+        if keys is None or values is None or keys > node or values > node:
+            return None
+        if site.causal and site.q.meta["example_value"].shape[2] != 1:
+            # torch's is_causal aligns the triangle top left, which hides the past.
+            return Miss("is_causal with a filled cache and several new tokens", node)
+        return {"site": site, "keys": keys, "values": values}
+
+    def rewrite(self, node: Node, found: Captures, context: Context) -> str:
+        """See the comment above the class."""
+        site = found["site"]
+        with context.graph.inserting_before(node):
+            fused = context.graph.call_function(
+                logical.attention, (site.q, found["keys"], found["values"], site.mask, site.scale)
+            )
+        fused.meta = {**node.meta}
+        node.replace_all_uses_with(fused)
+        context.graph.eliminate_dead_code()
+        mask = "no mask" if site.mask is None else "mask tensor"
+        return f"{site.form} attention, {mask}, scale {site.scale:g}"
