@@ -1,0 +1,55 @@
+"""kvpass: a ``torch.compile`` backend that keeps the KV cache of Hugging Face models in 2 to 4 bits.
+
+``model.compile(backend="kvpass")``, then call or ``generate`` as before.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpass.backend import kvpass as backend
+    from kvpass.cache.codec import Codec as Codec
+    from kvpass.cache.packed import PackedKV as PackedKV
+    from kvpass.cache.residency import Residency as Residency
+    from kvpass.cache.residency import Segment as Segment
+    from kvpass.cache.residency import TensorPlan as TensorPlan
+    from kvpass.errors import KvpassError as KvpassError
+    from kvpass.inspect.explain import explain as explain
+    from kvpass.oracle import oracle_cache as oracle_cache
+    from kvpass.plan import LayerPlan as LayerPlan
+    from kvpass.plan import Plan as Plan
+    from kvpass.recipes import Recipe as Recipe
+    from kvpass.recipes import recipe as recipe
+    from kvpass.rules import Rule as Rule
+    from kvpass.rules import register_rule as register_rule
+
+__version__ = "0.1.0"
+
+# Imported on first use: TORCH_LOGS="+kvpass" imports this package while torch itself is being imported.
+_HOMES = {
+    "Codec": "kvpass.cache.codec",
+    "KvpassError": "kvpass.errors",
+    "LayerPlan": "kvpass.plan",
+    "PackedKV": "kvpass.cache.packed",
+    "Plan": "kvpass.plan",
+    "Recipe": "kvpass.recipes",
+    "Residency": "kvpass.cache.residency",
+    "Rule": "kvpass.rules",
+    "Segment": "kvpass.cache.residency",
+    "TensorPlan": "kvpass.cache.residency",
+    "explain": "kvpass.inspect.explain",
+    "oracle_cache": "kvpass.oracle",
+    "recipe": "kvpass.recipes",
+    "register_rule": "kvpass.rules",
+}
+__all__ = ["backend", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "backend":
+        return import_module("kvpass.backend")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvpass' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

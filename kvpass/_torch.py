@@ -130,6 +130,14 @@ def is_missing_compiler(error: BaseException) -> bool:
     return False
 
 
+def register_backend_once(function: Callable[..., Any]) -> None:
+    """Makes ``backend="kvpass"`` known from a bare checkout, where no entry point does."""
+    from torch._dynamo.backends.registry import list_backends, register_backend
+
+    if function.__name__ not in list_backends(exclude_tags=()):
+        register_backend(function)
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Shows ``text`` to tlparse and TORCH_TRACE as an artifact."""
     torch._logging._internal.trace_structured(

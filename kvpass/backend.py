@@ -11,7 +11,12 @@ import torch
 from torch.fx import Graph, GraphModule
 
 import lowering
-from kvpass._torch import compile_inductor, copy_source, is_missing_compiler
+from kvpass._torch import (
+    compile_inductor,
+    copy_source,
+    is_missing_compiler,
+    register_backend_once,
+)
 from kvpass.errors import UnmatchedGraphError
 from kvpass.graph.bind import bind_state, unpack_unknown_readers
 from kvpass.graph.sites import find_sites, module_path
@@ -153,3 +158,6 @@ def compile_inner(
         report.warnings.append(message)
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
         return module
+
+
+register_backend_once(kvpass)

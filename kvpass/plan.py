@@ -53,6 +53,11 @@ class Plan:
         """The plan of the layer at ``path``."""
         return self.layers.get(path, self.default)
 
+    def layer_at(self, index: int) -> LayerPlan:
+        """The plan of the layer with this number in its path."""
+        named = (p for name, p in self.layers.items() if str(index) in name.split("."))
+        return next(named, self.default)
+
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """The plan of the layer at ``path``, checked against its head dimensions.
 

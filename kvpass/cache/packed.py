@@ -95,11 +95,16 @@ class PackedKV(Tensor):
             bits = (packed + exact * (ends[1] - ends[0])) / max(ends[1], 1)
         return bits + 8 * self.ends.nbytes / max(self.numel(), 1)
 
+    @property
+    def stale(self) -> bool:
+        """Whether a later step has extended the storage."""
+        return self._steps[0] != self._born
+
     def check(self) -> None:
         """Raises:
         StaleHandleError: if a later step has extended the storage.
         """
-        if self._steps[0] != self._born:
+        if self.stale:
             raise StaleHandleError(
                 f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended its "
                 "storage. Use the tensor that the cache holds now, or clone() before the step."
@@ -164,7 +169,7 @@ class PackedKV(Tensor):
         return torch.repeat_interleave(self.decode(), repeats, dim, output_size=output_size)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        stale = ", stale" if self._steps[0] != self._born else ""
+        stale = ", stale" if self.stale else ""
         return f"PackedKV(shape={tuple(self.shape)}, dtype={self.dtype}, plan='{self.plan}'{stale})"
 
     @classmethod

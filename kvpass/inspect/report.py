@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ class GraphReport:
         warnings: what the user was told.
         inner: what compiled the graph.
         seconds: per named pass.
+        kernels: generated source files.
         live: the cache tensors that the last call returned.
     """
 
@@ -48,8 +50,17 @@ class GraphReport:
     warnings: list[str] = field(default_factory=list)
     inner: str = "inductor"
     seconds: dict[str, float] = field(default_factory=dict)
+    kernels: list[Path] = field(default_factory=list)
     live: list[weakref.ref[PackedKV]] = field(default_factory=list)
     _parameters: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
+
+    @property
+    def kind(self) -> str:
+        """What the graph does with the cache."""
+        fired = {event.rule for event in self.events if event.fired}
+        if "fuse_attention" in fired:
+            return "decode"
+        return "prefill" if "quantize_cache" in fired else "no packed cache"
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

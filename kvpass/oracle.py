@@ -1,0 +1,87 @@
+"""The oracle: what a packed cache must answer, in eager mode and without any graph rewriting."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.plan import LayerPlan, Plan
+
+
+class OracleLayer(DynamicLayer):
+    """A plain cache layer whose older tokens have been encoded and decoded once.
+
+    ``keys`` and ``values`` are dense; their first ``packed[...]`` tokens are rounded by the codec.
+    """
+
+    def __init__(self, plan: LayerPlan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.packed = {"keys": 0, "values": 0}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends ``[B, H, n, D]`` and returns what attention reads in this step."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, keys = self._extend("keys", self.keys, key_states)
+        self.values, values = self._extend("values", self.values, value_states)
+        return keys, values
+
+    def _extend(self, name: str, stored: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode steps round what was due before them; a prefill attends exactly and rounds then."""
+        decode_step = stored.numel() > 0 and new.shape[2] <= MAX_STEP
+        if decode_step:
+            stored = self._round_due(name, stored)
+        attended = torch.cat([stored, new], dim=2)
+        return (attended if decode_step else self._round_due(name, attended)), attended
+
+    def _round_due(self, name: str, stored: Tensor) -> Tensor:
+        plan: TensorPlan = getattr(self.plan, name)
+        first = self.packed[name]
+        due = plan.residency.due(stored.shape[2] - first)
+        if plan.codec.identity or due == 0:
+            return stored
+        rounded = plan.codec.decode(
+            *plan.codec.encode(stored[:, :, first : first + due]), stored.dtype
+        )
+        self.packed[name] = first + due
+        return torch.cat([stored[:, :, :first], rounded, stored[:, :, first + due :]], dim=2)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Crops; a group of tokens that is cut through counts as exact from then on."""
+        super().crop(*args, **kwargs)
+        for name in self.packed:
+            plan: TensorPlan = getattr(self.plan, name)
+            group = plan.codec.token_group
+            self.packed[name] = min(self.packed[name], self.get_seq_length() // group * group)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        super().reset()
+        self.packed = {"keys": 0, "values": 0}
+
+
+def oracle_cache(plan: Plan, config: Any) -> DynamicCache:
+    """A cache for eager generation whose answers a compiled model must reproduce.
+
+    Args:
+        plan: e.g. ``kvpass.recipe("kivi-2bit").plan(model.config)``.
+        config: of the model.
+
+    Returns:
+        To be passed as ``past_key_values`` to the uncompiled model. Layers that kvpass does not pack (sliding
+        windows, recurrent ones) are left as they are.
+    """
+    cache = cast(DynamicCache, DynamicCache(config=config))
+    cache.layers = [
+        OracleLayer(plan.layer_at(i)) if type(layer) is DynamicLayer else layer
+        for i, layer in enumerate(cache.layers)
+    ]
+    return cache

@@ -1,0 +1,32 @@
+"""Shared set-up. Kernels are interpreted in a run of their own: the interpreter changes Triton at import."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from kvpass.cache.native import DECODES
+
+settings.register_profile("kvpass", deadline=None, max_examples=40, print_blob=True)
+settings.load_profile("kvpass")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = [i for i in items if (i.get_closest_marker("interpreter") is not None) == INTERPRETED]
+    config.hook.pytest_deselected(items=[i for i in items if i not in wanted])
+    items[:] = wanted
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    DECODES.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        yield
