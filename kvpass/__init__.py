@@ -1,4 +1,5 @@
-"""kvpass: a ``torch.compile`` backend that keeps the KV cache of Hugging Face models in 2 to 4 bits.
+"""kvpass: a ``torch.compile`` backend that keeps the KV cache of Hugging Face models in 2 to 4
+bits.
 
 ``model.compile(backend="kvpass")``, then call or ``generate`` as before.
 """
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported on first use: TORCH_LOGS="+kvpass" imports this package while torch itself is being imported.
+# Imported on first use: TORCH_LOGS="+kvpass" imports this package while torch itself is being
+# imported.
 _HOMES = {
     "Codec": "kvpass.cache.codec",
     "KvpassError": "kvpass.errors",

@@ -19,16 +19,23 @@ LINEAR: Callable[..., Tensor] = torch._C._nn.linear
 
 
 def make_wrapper(
-    cls: type[Tensor], size: Sequence[int], dtype: torch.dtype, device: torch.device
+    cls: type[Tensor],
+    size: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Any:
-    """A tensor of class ``cls`` without storage, contiguous.
+    """A tensor of class ``cls`` without storage; contiguous if ``stride`` is None.
 
-    Never an inference tensor: under ``torch.inference_mode`` a view op may not return one for a normal one.
+    Never an inference tensor: under ``torch.inference_mode`` a view op may not return one for a
+    normal one.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            return make_wrapper(cls, size, dtype, device)
-    return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+            return make_wrapper(cls, size, stride, dtype, device)
+    return torch.Tensor._make_wrapper_subclass(
+        cls, size, strides=stride, dtype=dtype, device=device
+    )
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -39,8 +46,8 @@ def is_traced(tensor: Tensor) -> bool:
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Asks Dynamo to give dimension ``dim`` a symbol at first sight.
 
-    What ``torch._dynamo.maybe_mark_dynamic`` does, without its mirroring on inner tensors, whose dimensions
-    mean something else here.
+    What ``torch._dynamo.maybe_mark_dynamic`` does, without its mirroring on inner tensors, whose
+    dimensions mean something else here.
     """
     tensor._dynamo_weak_dynamic_indices = {dim}  # type: ignore[attr-defined]
     tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
@@ -94,7 +101,9 @@ def symbol_node(graph: fx.Graph, value: int | torch.SymInt) -> int | fx.Node:
 class Size:
     """A tensor's size as a function of the arguments that a compiled graph is called with."""
 
-    def __init__(self, value: int | torch.SymInt, positions: Mapping[Any, int] | None = None) -> None:
+    def __init__(
+        self, value: int | torch.SymInt, positions: Mapping[Any, int] | None = None
+    ) -> None:
         self._constant = int(value) if isinstance(value, int) or value.node.expr.is_number else None
         self._expr = None if isinstance(value, int) else value.node.expr
         self._positions = positions or {}
@@ -123,11 +132,10 @@ def is_missing_compiler(error: BaseException) -> bool:
     """Whether ``error`` says that no C++ compiler was found."""
     from torch._inductor.exc import InvalidCxxCompiler
 
-    while error is not None:
-        if isinstance(error, InvalidCxxCompiler):
-            return True
-        error = getattr(error, "inner_exception", None) or error.__cause__  # type: ignore[assignment]
-    return False
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, InvalidCxxCompiler):
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    return cause is not None
 
 
 def register_backend_once(function: Callable[..., Any]) -> None:

@@ -1,4 +1,5 @@
-"""The ``torch.compile`` backend: named passes, top to bottom. The only file that imports `lowering`."""
+"""The ``torch.compile`` backend: named passes, top to bottom. The only file that imports
+`lowering`."""
 
 from __future__ import annotations
 
@@ -100,7 +101,9 @@ def rewrite(context: Context, examples: Sequence[Any]) -> list[Event]:
     ):
         reason = "gradients are enabled; call the model under torch.no_grad()"
         return [
-            Event("quantize_cache", node.name, module_path(node), False, f"{reason} (at {node.name})")
+            Event(
+                "quantize_cache", node.name, module_path(node), False, f"{reason} (at {node.name})"
+            )
             for node in context.sites.updates
         ]
     return apply_rules(context)
@@ -134,8 +137,9 @@ def tell(report: GraphReport, opts: Options) -> None:
         )
     if refused:
         report.warnings.append(
-            f"{len(refused)} of {len(report.events)} rewrites were refused, and that part of the model "
-            f"runs unchanged. The first: {refused[0].path}: {refused[0].rule}: {refused[0].detail}"
+            f"{len(refused)} of {len(report.events)} rewrites were refused, and that part of the "
+            f"model runs unchanged. The first: {refused[0].path}: {refused[0].rule}: "
+            f"{refused[0].detail}"
         )
     for message in report.warnings:
         warnings.warn(f"kvpass: {message}.", stacklevel=2)

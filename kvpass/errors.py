@@ -1,7 +1,7 @@
 """Every error a user can meet: one class per kind, one clear sentence each.
 
-They derive from Dynamo's ``ShortenTraceback`` because Dynamo hands such errors to the caller as they
-are, where it would wrap any other one in ``BackendCompilerFailed``.
+They derive from Dynamo's ``ShortenTraceback`` because Dynamo hands such errors to the caller as
+they are, where it would wrap any other one in ``BackendCompilerFailed``.
 """
 
 from __future__ import annotations

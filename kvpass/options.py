@@ -62,7 +62,7 @@ def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
             f"recipe={chosen!r} is not supported; allowed: a Recipe, a Plan, or one of "
             f"{', '.join(sorted(RECIPES))}."
         )
-    known = {f for f in base.__dataclass_fields__}
+    known = set(base.__dataclass_fields__)
     for name in overrides:
         if name not in known:
             raise OptionError(unknown("option", name, {*known, "recipe", "strict", "inner"}))

@@ -35,7 +35,8 @@ class OracleLayer(DynamicLayer):
         return keys, values
 
     def _extend(self, name: str, stored: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode steps round what was due before them; a prefill attends exactly and rounds then."""
+        """Decode steps round what was due before them; a prefill attends exactly and rounds
+        then."""
         decode_step = stored.numel() > 0 and new.shape[2] <= MAX_STEP
         if decode_step:
             stored = self._round_due(name, stored)
@@ -76,8 +77,8 @@ def oracle_cache(plan: Plan, config: Any) -> DynamicCache:
         config: of the model.
 
     Returns:
-        To be passed as ``past_key_values`` to the uncompiled model. Layers that kvpass does not pack (sliding
-        windows, recurrent ones) are left as they are.
+        To be passed as ``past_key_values`` to the uncompiled model. Layers that kvpass does not
+        pack (sliding windows, recurrent ones) are left as they are.
     """
     cache = cast(DynamicCache, DynamicCache(config=config))
     cache.layers = [

@@ -15,14 +15,15 @@ from kvpass.cache.residency import TensorPlan
 from kvpass.errors import PlanError
 
 FORMAT = 1
+PLAIN = TensorPlan()
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """How the keys and the values of one attention layer are stored."""
 
-    keys: TensorPlan = TensorPlan()
-    values: TensorPlan = TensorPlan()
+    keys: TensorPlan = PLAIN
+    values: TensorPlan = PLAIN
 
     def check(self, layer: str, key_dim: int, value_dim: int) -> None:
         """Raises:
@@ -90,7 +91,8 @@ class Plan:
                 header = json.loads((file.metadata() or {})["kvpass"])
             if header["format"] != FORMAT:
                 raise PlanError(
-                    f"Plan file '{path}' has format {header['format']!r}; this version reads {FORMAT}."
+                    f"Plan file '{path}' has format {header['format']!r}; this version reads "
+                    f"{FORMAT}."
                 )
             return Plan(
                 _layer_plan(header["default"]),

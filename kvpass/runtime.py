@@ -1,4 +1,5 @@
-"""The callable around a compiled graph: takes cache tensors apart, makes room, puts them together again."""
+"""The callable around a compiled graph: takes cache tensors apart, makes room, puts them together
+again."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from kvpass.inspect.report import GraphReport
 
 
 class PackedCallable:
-    """Calls the inner graph with inner tensors. A failed call leaves every cache tensor as it was."""
+    """Calls the inner graph with inner tensors. A failed call leaves every cache tensor as it
+    was."""
 
     def __init__(self, inner: Callable[..., Any], binding: Binding, report: GraphReport) -> None:
         self._inner = inner
@@ -69,7 +71,8 @@ class PackedCallable:
 def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
     """What a step of ``new`` tokens may overwrite of ``handle``.
 
-    A step of up to MAX_STEP tokens overwrites nothing (see `TensorPlan.ring`): only its count must go back.
+    A step of up to MAX_STEP tokens overwrites nothing (see `TensorPlan.ring`): only its count must
+    go back.
     """
     if new <= MAX_STEP or handle.plan.codec.identity:
         return None

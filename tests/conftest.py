@@ -1,4 +1,5 @@
-"""Shared set-up. Kernels are interpreted in a run of their own: the interpreter changes Triton at import."""
+"""Shared set-up. Kernels are interpreted in a run of their own: the interpreter changes Triton at
+import."""
 
 from __future__ import annotations
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-# The same decoded values through two dense attentions: float32 sums in another order, two layers deep.
+# The same decoded values through two dense attentions: float32 sums in another order, two layers
+# deep.
 LOGITS_FP32 = 5e-6
-# bf16 has 8 bits: one rounding of a score near 8 is 0.03. The fused form keeps scores in float32 where the
-# model's eager attention rounds them to bf16 before the softmax; with SDPA both round alike.
+# bf16 has 8 bits: one rounding of a score near 8 is 0.03. The fused form keeps scores in float32
+# where the model's eager attention rounds them to bf16 before the softmax; with SDPA both round
+# alike.
 LOGITS_BF16 = 6e-2
 # One attention in float32 against float64 on the same decoded values.
 ATTENTION_FP32 = 2e-6

@@ -1,0 +1,1 @@
+"""How cache tensors are stored: codecs, residency, and the tensor itself."""

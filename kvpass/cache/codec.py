@@ -2,11 +2,11 @@
 
 Layout (the same on every device, so that kernels and reference exchange bytes):
 
-* *words*, int16 ``[B, H, T, W]`` with ``W = D * bits / 16``: bits ``[j*bits, (j+1)*bits)`` of word ``i``
-  hold the code of channel ``j*W + i`` (a *channel plane* ``j``).
-* *params*, int32: ``minimum << 16 | scale``, both IEEE half. Per channel: ``[B, H, T/G, D]``, one per group
-  of ``G`` consecutive tokens and channel. Per token: ``[B, H, D/G, T]``, one per token and group of ``G``
-  consecutive channels.
+* *words*, int16 ``[B, H, T, W]`` with ``W = D * bits / 16``: bits ``[j*bits, (j+1)*bits)`` of word
+  ``i`` hold the code of channel ``j*W + i`` (a *channel plane* ``j``).
+* *params*, int32: ``minimum << 16 | scale``, both IEEE half. Per channel: ``[B, H, T/G, D]``, one
+  per group of ``G`` consecutive tokens and channel. Per token: ``[B, H, D/G, T]``, one per token
+  and group of ``G`` consecutive channels.
 
 An element decodes to ``code * scale + minimum``.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import torch
@@ -34,9 +34,10 @@ class Codec:
     """Uniform asymmetric quantization of groups (KIVI, eq. 1-2), or the identity ``fp``.
 
     Attributes:
-        bits: bits per code, one of 2, 4, 8; 16 is the identity codec, which stores the model's own dtype.
-        axis: what a group belongs to. ``channel``: ``group`` consecutive tokens of one channel (keys in
-            KIVI). ``token``: ``group`` consecutive channels of one token (values in KIVI).
+        bits: bits per code, one of 2, 4, 8; 16 is the identity codec, which stores the model's own
+        dtype.
+        axis: what a group belongs to. ``channel``: ``group`` consecutive tokens of one channel
+            (keys in KIVI). ``token``: ``group`` consecutive channels of one token (values in KIVI).
         group: elements that share one scale and one minimum; 0 for the identity.
 
     Raises:
@@ -75,7 +76,7 @@ class Codec:
         return "fp" if self.identity else f"int{self.bits}.{self.axis}{self.group}"
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def parse(text: str) -> Codec:
         """The codec that prints as ``text``, e.g. ``int2.channel32`` or ``fp``."""
         if text == "fp":
@@ -84,7 +85,8 @@ class Codec:
             axis: Axis = "channel" if match["axis"] == "channel" else "token"
             return Codec(int(match["bits"]), axis, int(match["group"]))
         raise OptionError(
-            f"Codec {text!r} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', 'int4.token32'."
+            f"Codec {text!r} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
+            "'int4.token32'."
         )
 
     def words(self, head_dim: int) -> int:
@@ -169,8 +171,9 @@ def split_params(params: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """int16 words ``[..., D*bits/16]`` from int32 codes ``[..., D]``: plane ``j`` is channels ``j*W ...``."""
-    planes = codes.unflatten(-1, (16 // bits, -1))
+    """int16 words ``[..., D*bits/16]`` from int32 codes ``[..., D]``: plane ``j`` is channels
+    ``j*W ...``."""
+    planes = codes.view(*codes.shape[:-1], 16 // bits, -1)
     words = planes[..., 0, :].clone()
     for j in range(1, 16 // bits):
         words |= planes[..., j, :] << (j * bits)
@@ -181,4 +184,5 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     """float32 codes ``[..., D]`` from int16 words; exact inverse of `pack_words`."""
     shifts = torch.arange(0, 16, bits, dtype=torch.int16, device=words.device).unsqueeze(-1)
     # An arithmetic shift is enough: the mask removes the copies of the sign bit.
-    return ((words.unsqueeze(-2) >> shifts) & ((1 << bits) - 1)).flatten(-2).to(torch.float32)
+    planes = (words.unsqueeze(-2) >> shifts) & ((1 << bits) - 1)
+    return planes.flatten(-2).to(torch.float32)

@@ -35,7 +35,8 @@ def register(cls: type[PackedKV]) -> None:
 
 
 def handles(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the native implementation of aten ``ops``; it may return NotImplemented to decode."""
+    """Registers the native implementation of aten ``ops``; it may return NotImplemented to
+    decode."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         HANDLERS.update(dict.fromkeys(ops, function))
@@ -48,8 +49,8 @@ def note_decode(op: str, handle: PackedKV) -> None:
     """Counts a decode outside compiled code; the first one warns."""
     if not DECODES:
         warnings.warn(
-            f"{op} decoded a packed cache tensor {tuple(handle.shape)} to {handle.dtype}. kvpass warns "
-            "once; kvpass.explain counts them all.",
+            f"{op} decoded a packed cache tensor {tuple(handle.shape)} to {handle.dtype}. "
+            "kvpass warns once; kvpass.explain counts them all.",
             stacklevel=4,
         )
     DECODES[op] += 1
@@ -133,19 +134,33 @@ def index(x: PackedKV, indices: Sequence[Tensor | None]) -> Any:
     return index_select(x, 0, rows % x.shape[0])
 
 
-@handles(aten.slice.Tensor)
-def slice_(
-    x: PackedKV, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
-    """A crop to the first tokens, or consecutive rows of the batch."""
-    if is_traced(x.ends) or dim % 4 not in (0, 2):
+def getitem(x: PackedKV, key: Any) -> Any:
+    """``x[..., :n, :]`` (a crop) and ``x[i:j]`` or ``x[rows]`` along the batch; else
+    NotImplemented.
+
+    Taken at ``__getitem__``, not at ``aten.slice``: torch declares the latter's result a view,
+    which would keep the whole of ``x`` alive.
+    """
+    keys = list(key) if isinstance(key, tuple) else [key]
+    dots = [i for i, k in enumerate(keys) if k is Ellipsis]
+    if is_traced(x.ends) or len(dots) > 1 or any(k is None for k in keys):
         return NotImplemented
-    first, last, stride = slice(start, end, step).indices(x.shape[dim])
-    if stride != 1 or (dim % 4 == 2 and first != 0):
-        return NotImplemented
-    if first == 0 and last == x.shape[dim]:
+    at = dots[0] if dots else len(keys)
+    keys[at : at + 1] = [slice(None)] * (4 - len(keys) + len(dots))
+    cut = [d for d, k in enumerate(keys) if not (isinstance(k, slice) and k == slice(None))]
+    if not cut:
         return same(x)
-    if dim % 4 == 0:
+    if len(cut) > 1 or cut[0] not in (0, 2):
+        return NotImplemented
+    dim, part = cut[0], keys[cut[0]]
+    if isinstance(part, Tensor) and dim == 0:
+        return index(x, [part])
+    if not isinstance(part, slice):
+        return NotImplemented
+    first, last, stride = part.indices(x.shape[dim])
+    if stride != 1 or (dim == 2 and first != 0):
+        return NotImplemented
+    if dim == 0:
         return index_select(x, 0, torch.arange(first, max(last, first), device=x.device))
     return crop(x, max(last, 0))
 

@@ -19,9 +19,10 @@ from kvpass.ops import unpack as _unpack  # noqa: F401  (registers the op)
 class PackedKV(Tensor):
     """A handle on the packed keys or values of one layer.
 
-    Outside compiled code it behaves as the tensor it stands for. Batch indexing, cropping, cloning, moving,
-    and concatenation stay packed; anything else decodes, with one warning. A compiled step extends the
-    storage in place and returns a new handle; older handles then raise `StaleHandleError`.
+    Outside compiled code it behaves as the tensor it stands for. Batch indexing, cropping,
+    cloning, moving, and concatenation stay packed; anything else decodes, with one warning. A
+    compiled step extends the storage in place and returns a new handle; older handles then raise
+    `StaleHandleError`.
 
     Attributes:
         plan: how the tokens are stored.
@@ -39,12 +40,17 @@ class PackedKV(Tensor):
 
     @staticmethod
     def __new__(
-        cls, state: Sequence[Tensor], plan: TensorPlan, tokens: int, dtype: torch.dtype
+        cls: type[PackedKV],
+        state: Sequence[Tensor],
+        plan: TensorPlan,
+        tokens: int,
+        dtype: torch.dtype,
+        stride: Sequence[int] | None = None,
     ) -> PackedKV:
         """Wraps ``state``, which holds ``tokens`` tokens of logical type ``dtype``."""
         shaped = state[0] if plan.codec.identity else state[2]
         size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
-        self: PackedKV = make_wrapper(cls, size, dtype, shaped.device)
+        self: PackedKV = make_wrapper(cls, size, stride, dtype, shaped.device)
         self.plan = plan
         for name, tensor in zip(plan.state_names, state, strict=True):
             setattr(self, name, tensor)
@@ -65,7 +71,8 @@ class PackedKV(Tensor):
         outer_stride: Sequence[int],
     ) -> PackedKV:
         plan, dtype = meta
-        return PackedKV([inner[name] for name in plan.state_names], plan, outer_size[2], dtype)
+        state = [inner[name] for name in plan.state_names]
+        return PackedKV(state, plan, outer_size[2], dtype, outer_stride)
 
     @property
     def state(self) -> list[Tensor]:
@@ -78,7 +85,7 @@ class PackedKV(Tensor):
         return self.codes.shape[2]
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes held: codes, scales, minima, window and ends, spare room included."""
         return sum(t.numel() * t.element_size() for t in self.state)
 
@@ -106,8 +113,8 @@ class PackedKV(Tensor):
         """
         if self.stale:
             raise StaleHandleError(
-                f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended its "
-                "storage. Use the tensor that the cache holds now, or clone() before the step."
+                f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended "
+                "its storage. Use the tensor that the cache holds now, or clone() before the step."
             )
 
     def reserve(self, new: int) -> None:
@@ -135,7 +142,8 @@ class PackedKV(Tensor):
         self.mark_dynamic()
 
     def extended(self, new: int) -> PackedKV:
-        """The handle after a step has stored ``new`` more tokens in place; this one becomes stale."""
+        """The handle after a step has stored ``new`` more tokens in place; this one becomes
+        stale."""
         handle = PackedKV(self.state, self.plan, self.shape[2] + new, self.dtype)
         self._steps[0] += 1
         handle._steps, handle._born = self._steps, self._steps[0]
@@ -143,7 +151,8 @@ class PackedKV(Tensor):
         return handle
 
     def mark_dynamic(self) -> None:
-        """Tells Dynamo that length and capacity vary, so that one decode graph serves all of them."""
+        """Tells Dynamo that length and capacity vary, so that one decode graph serves all of
+        them."""
         mark_dynamic(self, 2)
         for name, dim in native.token_dims(self.plan).items():
             mark_dynamic(getattr(self, name), dim)
@@ -157,10 +166,18 @@ class PackedKV(Tensor):
         out: Tensor = torch.ops.kvpass.unpack.default(self.state, tokens, plan, self.dtype)
         return out
 
+    def __getitem__(self, key: Any) -> Tensor:
+        """Crops and batch selections stay packed."""
+        result = native.getitem(self, key)
+        if result is not NotImplemented:
+            return result  # type: ignore[no-any-return]
+        return super().__getitem__(key)
+
     def repeat_interleave(  # type: ignore[override]
         self, repeats: int | Tensor, dim: int | None = None, *, output_size: int | None = None
     ) -> Tensor:
-        """Natively for the batch dimension; torch would decompose it into views that must decode."""
+        """Natively for the batch dimension; torch would decompose it into views that must
+        decode."""
         if dim == 0:
             rows = torch.arange(self.shape[0], device=self.device)
             return self.index_select(
@@ -173,7 +190,7 @@ class PackedKV(Tensor):
         return f"PackedKV(shape={tuple(self.shape)}, dtype={self.dtype}, plan='{self.plan}'{stale})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
 from kvpass.cache.codec import FP, Codec
 from kvpass.errors import OptionError, PlanError
 
-# A step of at most this many new tokens is a decode step: packed state is read in place. A longer one is a
-# prefill. The window's ring has as many spare slots, so that such a step never overwrites a live token.
+# A step of at most this many new tokens is a decode step: packed state is read in place. A longer
+# one is a prefill. The window's ring has as many spare slots, so that such a step never overwrites
+# a live token.
 MAX_STEP = 16
-# Capacities are whole tiles; two at least, since the compiler specialises dimensions of size 0 and 1.
+# Capacities are whole tiles; two at least, since the compiler specialises dimensions of size 0 and
+# 1.
 TILE = 128
 
 _PLAN = re.compile(r"(?P<codec>[^/]+)(/window=(?P<window>\d+),flush=(?P<flush>\d+))?")
@@ -41,7 +43,8 @@ class Residency:
                 )
 
     def due(self, exact: int) -> int:
-        """How many of ``exact`` unpacked tokens are to be packed now: whole flushes beyond the window.
+        """How many of ``exact`` unpacked tokens are to be packed now: whole flushes beyond the
+        window.
 
         ``exact`` may be symbolic (`torch.sym_max` leaves no guard behind).
         """
@@ -51,7 +54,8 @@ class Residency:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens stored with one codec. ``ring`` is its fixed number of slots, None if it grows."""
+    """A run of tokens stored with one codec. ``ring`` is its fixed number of slots, None if it
+    grows."""
 
     codec: Codec
     ring: int | None = None
@@ -81,7 +85,7 @@ class TensorPlan:
         return f"{self.codec}/window={self.residency.window},flush={self.residency.flush}"
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def parse(text: str) -> TensorPlan:
         """The plan that prints as ``text``, e.g. ``int2.token32/window=128,flush=1``."""
         match = _PLAN.fullmatch(text)
@@ -124,7 +128,8 @@ class TensorPlan:
         return tiles * self.tile
 
     def packed(self, tokens: int) -> int:
-        """Of ``tokens`` that arrive at once, how many a prefill packs. ``tokens`` may be symbolic."""
+        """Of ``tokens`` that arrive at once, how many a prefill packs. ``tokens`` may be
+        symbolic."""
         if self.codec.identity:
             return tokens
         return self.residency.due(tokens)

@@ -1,8 +1,8 @@
 """Binds logical cache tensors to their inner tensors.
 
-A `PackedKV` placeholder becomes one placeholder per inner tensor; ``append`` becomes an op that mutates them
-in place, or, for a first prompt, one that makes them. `Binding` remembers how the callable around the graph
-maps its arguments and results.
+A `PackedKV` placeholder becomes one placeholder per inner tensor; ``append`` becomes an op that
+mutates them in place, or, for a first prompt, one that makes them. `Binding` remembers how the
+callable around the graph maps its arguments and results.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
             with graph.inserting_before(reader):
                 plain = graph.call_function(logical.unpack, (node,))
             example = node.meta["example_value"]
-            plain.meta["example_value"] = example.decode() if isinstance(example, PackedKV) else example
+            plain.meta["example_value"] = (
+                example.decode() if isinstance(example, PackedKV) else example
+            )
             reader.replace_input_with(node, plain)
             found.append((node.name, reader.name))
     return found
@@ -225,7 +227,6 @@ class _Binder:
             first = len(inner)
             inner.extend(self.state[result])
             return FreshOutput(first, self.plans[result], tokens, example.dtype)
-        if past not in self.arguments:
+        if not isinstance(past, Node) or past not in self.arguments:
             raise GraphError(f"{result.name} appends to {past}, which is not a cache argument.")
         return ExtendedOutput(self.arguments[past], tokens)
-

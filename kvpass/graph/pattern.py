@@ -1,6 +1,7 @@
 """A small pattern language over Dynamo's FX graphs.
 
-A pattern either matches, filling in named captures, or says at which node it failed and why. Of several
+A pattern either matches, filling in named captures, or says at which node it failed and why. Of
+several
 alternatives the failure that got furthest is kept: that is the near miss `kvpass.explain` shows.
 """
 

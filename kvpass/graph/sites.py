@@ -36,7 +36,8 @@ class CacheUpdate:
     Attributes:
         cat: the node.
         past: the placeholder of the cache tensor; None where the cache is still empty.
-        new: the keys or values to append, ``[B, H, n, D]``. The cat itself if ``past`` is a plain tensor.
+        new: the keys or values to append, ``[B, H, n, D]``. The cat itself if ``past`` is a plain
+        tensor.
     """
 
     cat: Node

@@ -20,7 +20,8 @@ class Explanation:
     """The compiled graphs of a model. Print it for a summary.
 
     Attributes:
-        graphs: one report per compiled graph; ``.before``, ``.after`` and ``.bound`` are FX graph modules.
+        graphs: one report per compiled graph; ``.before``, ``.after`` and ``.bound`` are FX graph
+        modules.
     """
 
     model: str
@@ -66,7 +67,8 @@ class Explanation:
 
 
 def explain(model: torch.nn.Module) -> Explanation:
-    """What kvpass did to ``model``: what fired, what was refused and why, codecs, providers, bytes."""
+    """What kvpass did to ``model``: what fired, what was refused and why, codecs, providers,
+    bytes."""
     inner = getattr(model, "_orig_mod", model)
     found = tuple(report for report in reports() if report.belongs_to(inner))
     return Explanation(type(inner).__name__, found)

@@ -29,7 +29,8 @@ class GraphReport:
     Attributes:
         index: in the order of compilation.
         recipe: the name of the recipe or plan.
-        before, after: Dynamo's graph, and the graph after the rules; ``print_readable()`` shows them.
+        before, after: Dynamo's graph, and the graph after the rules; ``print_readable()`` shows
+        them.
         bound: the graph as it was compiled, on inner tensors.
         events: what each rule did or refused.
         choices: which provider runs each op, and who declined.
@@ -95,7 +96,9 @@ def new_report(recipe: str, before: GraphModule, example_inputs: Sequence[Any]) 
         report = GraphReport(_count, recipe, before)
         _count += 1
         _reports.add(report)
-    report._parameters = [weakref.ref(x) for x in example_inputs if isinstance(x, torch.nn.Parameter)]
+    report._parameters = [
+        weakref.ref(x) for x in example_inputs if isinstance(x, torch.nn.Parameter)
+    ]
     return report
 
 

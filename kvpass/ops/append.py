@@ -27,9 +27,10 @@ def row_ends(ends: Tensor) -> list[int]:
 def append(state: list[Tensor], new: Tensor, plan: str) -> None:
     """Reference of ``kvpass::append``.
 
-    A step of up to `MAX_STEP` tokens first packs what was already due and then stores the new tokens
-    exactly, so that a token is attended exactly in its own step. A longer step has been attended already;
-    it packs everything that is due with the new tokens counted. Cost is O(new tokens).
+    A step of up to `MAX_STEP` tokens first packs what was already due and then stores the new
+    tokens exactly, so that a token is attended exactly in its own step. A longer step has been
+    attended already; it packs everything that is due with the new tokens counted. Cost is O(new
+    tokens).
 
     Args:
         state: see `kvpass.ops.pack.empty_state`; room for the packed tokens must exist.

@@ -28,13 +28,14 @@ def attention(
 ) -> Tensor:
     """Reference of ``kvpass::attention``: decode, then dense attention.
 
-    The query heads that share a KV head are laid out as rows of one matrix; torch's ``enable_gqa`` would
-    copy keys and values once per query head.
+    The query heads that share a KV head are laid out as rows of one matrix; torch's ``enable_gqa``
+    would copy keys and values once per query head.
 
     Args:
         q: ``[B, Hq, n, D]``; ``Hq`` a multiple of the KV heads ``H``.
         keys, values: states, see `kvpass.ops.pack.empty_state`.
-        mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, n, T]``; None: all visible.
+        mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, n, T]``; None: all
+        visible.
         scale: multiplies the scores.
         k_plan, v_plan: printed `TensorPlan`.
 

@@ -1,7 +1,7 @@
 """Registration of the ``kvpass::`` ops.
 
-``Library.define/impl`` rather than ``torch.library.custom_op``: the latter's Python wrapper costs about
-10 microseconds a call, which 32 layers of three ops turn into a millisecond a token.
+``Library.define/impl`` rather than ``torch.library.custom_op``: the latter's Python wrapper costs
+about 10 microseconds a call, which 32 layers of three ops turn into a millisecond a token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ LIBRARY = torch.library.Library("kvpass", "DEF")
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers an op whose kernel on every device is ``reference``, with shapes given by ``fake``."""
+    """Registers an op whose kernel on every device is ``reference``, with shapes given by
+    ``fake``."""
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")

@@ -1,8 +1,8 @@
 """The ops that rules write: functions on whole `PackedKV` tensors, without side effects.
 
-They run as they stand, so that a rewritten graph can be executed and compared with the original. The binding
-pass turns them into ``torch.ops.kvpass`` ops, which take a cache tensor's inner tensors and extend them in
-place.
+They run as they stand, so that a rewritten graph can be executed and compared with the original.
+The binding pass turns them into ``torch.ops.kvpass`` ops, which take a cache tensor's inner
+tensors and extend them in place.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
     """Unwritten state with room for ``tokens`` packed tokens shaped like ``new`` ``[B, H, T, D]``.
 
     Returns:
-        The tensors that `TensorPlan.state_names` names: codes ``[B, H, C, W]`` (int16 words, or the model's
-        dtype and ``W = D`` for the identity), params int32 (see `kvpass.cache.codec`), window
-        ``[B, H, ring, D]``, whose slot ``t % ring`` holds token ``t``, and ends, int32 ``[B, segments]``:
-        the position at which each segment ends. Segment ``i`` holds tokens ``ends[i-1] ... ends[i]``.
+        The tensors that `TensorPlan.state_names` names: codes ``[B, H, C, W]`` (int16 words, or
+        the model's dtype and ``W = D`` for the identity), params int32 (see `kvpass.cache.codec`),
+        window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token ``t``, and ends, int32
+        ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
+        ``ends[i-1] ... ends[i]``.
     """
     b, h, _, d = new.shape
     codec, c = plan.codec, plan.capacity(tokens)

@@ -11,7 +11,8 @@ from kvpass.plan import LayerPlan, Plan
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """Makes a `Plan`. A recipe is a frozen dataclass; its fields are the options a user can override."""
+    """Makes a `Plan`. A recipe is a frozen dataclass; its fields are the options a user can
+    override."""
 
     @property
     @abstractmethod

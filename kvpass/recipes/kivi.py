@@ -16,13 +16,13 @@ from kvpass.recipes.base import Recipe
 class Kivi(Recipe):
     """KIVI without calibration.
 
-    Keys are packed ``residual`` tokens at a time when that many are exact; of the values exactly the last
-    ``residual`` tokens stay exact.
+    Keys are packed ``residual`` tokens at a time when that many are exact; of the values exactly
+    the last ``residual`` tokens stay exact.
 
     Attributes:
         bits: per code of keys and values: 2, 4 or 8.
-        group: tokens that share a scale per key channel, and channels that share one per value token. None:
-            32, or for values the largest part of 32 that divides the head dimension.
+        group: tokens that share a scale per key channel, and channels that share one per value
+            token. None: 32, or for values the largest part of 32 that divides the head dimension.
         residual: tokens, a multiple of ``group``.
     """
 
@@ -37,7 +37,8 @@ class Kivi(Recipe):
             )
         if not isinstance(self.residual, int) or self.residual < 1:
             raise OptionError(
-                f"residual={self.residual!r} is not supported; allowed: a positive number of tokens."
+                f"residual={self.residual!r} is not supported; allowed: a positive number of "
+                "tokens."
             )
         if self.group is not None and not isinstance(self.group, int):
             raise OptionError(
@@ -67,5 +68,5 @@ class Kivi(Recipe):
     def concern(self, query_heads: int, kv_heads: int) -> str | None:
         """KIVI, section 4.2.1: multi-query attention needs 4 bits."""
         if kv_heads == 1 and query_heads > 1 and self.bits < 4:
-            return f"{self.name} on multi-query attention (one KV head) loses accuracy; KIVI advises 4 bits"
+            return f"{self.name} loses accuracy with one KV head (multi-query); KIVI advises 4 bits"
         return None

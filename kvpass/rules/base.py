@@ -51,7 +51,9 @@ class Context:
     packed: dict[Node, Node] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def layer_plan(self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]) -> LayerPlan:
+    def layer_plan(
+        self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]
+    ) -> LayerPlan:
         """The plan of a layer with these head dimensions and (query, KV) heads."""
         if isinstance(self.planner, Recipe) and (concern := self.planner.concern(*heads)):
             self.warnings.append(f"{path}: {concern}")
@@ -68,8 +70,8 @@ class Rule(ABC):
         """Whether the rule applies at ``node``.
 
         Returns:
-            The nodes it needs, by name; a `Miss` with the reason if it nearly applies; None if ``node`` is
-            none of its business.
+            The nodes it needs, by name; a `Miss` with the reason if it nearly applies; None if
+            ``node`` is none of its business.
         """
 
     @abstractmethod

@@ -12,7 +12,8 @@ from kvpass.rules.base import Context, Rule
 # sdpa(q, repeat(K), repeat(V), mask, scale)                 =  attention(q, K, V, mask, scale)
 # softmax(q @ repeat(K)^T * scale + mask) @ repeat(V)        =  attention(q, K, V, mask, scale)
 #
-# where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads sharing them.
+# where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads
+# sharing them.
 class FuseAttention(Rule):
     """Reads packed keys and values without decoding them first."""
 

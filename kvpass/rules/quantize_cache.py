@@ -13,9 +13,10 @@ from kvpass.rules.base import Context, Rule
 
 # cat([past, new], -2)  ~  append(past, new)
 #
-# The one lossy rule: tokens that have left the exact window come back rounded by their codec. A step of up to
-# MAX_STEP tokens reads what was appended. A longer one (a prefill) attends exactly: its own attention keeps
-# reading the plain cat, and the append moves behind it, so that only one layer's plain keys and values live.
+# The one lossy rule: tokens that have left the exact window come back rounded by their codec. A
+# step of up to MAX_STEP tokens reads what was appended. A longer one (a prefill) attends exactly:
+# its own attention keeps reading the plain cat, and the append moves behind it, so that only one
+# layer's plain keys and values live.
 class QuantizeCache(Rule):
     """Keeps the cache packed."""
 

@@ -1,0 +1,141 @@
+"""Quality measures that run through the cache token by token, as generation does.
+
+A prompt is attended exactly whatever its cache will keep; only what is read back later shows what
+packing costs. So both measures prefill a prompt and then feed one token at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kvpass.errors import OptionError
+
+NewCache = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class RecallPrompt:
+    """A document to read, and questions about it.
+
+    Attributes:
+        document: token ids ``[T]``.
+        queries: per question the token ids that ask it, and those of the right answer.
+    """
+
+    document: Tensor
+    queries: tuple[tuple[Tensor, Tensor], ...]
+
+
+@torch.no_grad()
+def perplexity(
+    model: Any,
+    texts: Sequence[Tensor],
+    prompt: int,
+    new_cache: NewCache | None = None,
+    progress: bool = False,
+) -> float:
+    """Perplexity of what follows the first ``prompt`` tokens of each text, read through the cache.
+
+    Args:
+        model: a causal language model, compiled or not.
+        texts: token ids ``[T]`` each, longer than ``prompt``.
+        prompt: tokens that are prefilled and not scored.
+        new_cache: makes the cache to pass, e.g. an oracle; None: the model makes its own.
+        progress: show a bar.
+
+    Returns:
+        ``exp`` of the mean negative log-likelihood in nats per token.
+
+    Raises:
+        OptionError: if a text has nothing to score.
+    """
+    for text in texts:
+        if not 0 < prompt < text.numel():
+            raise OptionError(
+                f"prompt={prompt} is not supported for a text of {text.numel()} tokens; "
+                f"allowed: 1 to {text.numel() - 1}."
+            )
+    total, count = 0.0, 0
+    for text in _bar(texts, "perplexity", progress):
+        logits, cache = _prefill(model, text[:prompt], new_cache)
+        for token in text[prompt:]:
+            total -= float(logits.float().log_softmax(-1)[token])
+            count += 1
+            logits = _step(model, token, cache)
+    return math.exp(total / count)
+
+
+@torch.no_grad()
+def recall_accuracy(
+    model: Any,
+    prompts: Sequence[RecallPrompt],
+    new_cache: NewCache | None = None,
+    progress: bool = False,
+) -> float:
+    """Share of the questions that greedy decoding answers with every token right.
+
+    Args:
+        model, new_cache, progress: see `perplexity`.
+        prompts: documents and questions. Each document is read once; its cache is copied per
+        question.
+    """
+    right, count = 0, 0
+    for prompt in _bar(prompts, "recall", progress):
+        _, cache = _prefill(model, prompt.document, new_cache)
+        for question, answer in prompt.queries:
+            right += _answers(model, copy.deepcopy(cache), question, answer)
+            count += 1
+    return right / count
+
+
+def first_difference(a: Tensor, b: Tensor) -> int | None:
+    """Position of the first token in which two sequences ``[T]`` differ; None if there is none."""
+    shared = min(a.numel(), b.numel())
+    different = (a[:shared] != b[:shared]).nonzero()
+    if different.numel():
+        return int(different[0])
+    return None if a.numel() == b.numel() else shared
+
+
+def cache_bytes(cache: Any) -> tuple[int, float]:
+    """Bytes that the keys and values of a transformers cache hold, and bits per element stored."""
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    elements = sum(t.numel() for t in tensors)
+    bits = sum(getattr(t, "bits_per_element", 8 * t.dtype.itemsize) * t.numel() for t in tensors)
+    return sum(int(t.nbytes) for t in tensors), bits / max(elements, 1)
+
+
+def _prefill(model: Any, ids: Tensor, new_cache: NewCache | None) -> tuple[Tensor, Any]:
+    """Logits ``[V]`` after the last token, and the cache."""
+    cache = new_cache() if new_cache is not None else None
+    out = model(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[0, -1], out.past_key_values
+
+
+def _step(model: Any, token: Tensor, cache: Any) -> Tensor:
+    out = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: Tensor = out.logits[0, -1]
+    return logits
+
+
+def _answers(model: Any, cache: Any, question: Tensor, answer: Tensor) -> bool:
+    """Whether the greedy continuation of ``question`` is ``answer``."""
+    for token in question:
+        logits = _step(model, token, cache)
+    for token in answer[:-1]:
+        if int(logits.argmax()) != int(token):
+            return False
+        logits = _step(model, token, cache)
+    return int(logits.argmax()) == int(answer[-1])
+
+
+def _bar(items: Sequence[Any], name: str, show: bool) -> Iterable[Any]:
+    return tqdm(items, desc=name, disable=not show, leave=False)

@@ -1,0 +1,42 @@
+"""``kvpass::append`` in Triton: the append of a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvpass.cache.residency import MAX_STEP, TensorPlan
+from lowering.codegen import load_kernels
+from lowering.heuristics import encode_tokens
+from lowering.launch import launch
+from lowering.layouts import decline_device, decline_state, layout_of, symbolic
+
+
+def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
+    """Why the kernels decline these arguments of ``kvpass::append``, or None."""
+    if symbolic(new.shape[2]):
+        return "the number of new tokens is symbolic"
+    if new.shape[2] > MAX_STEP:
+        return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
+    return decline_device(new) or decline_state(state, plan)
+
+
+def append(state: list[Tensor], new: Tensor, plan: str) -> None:
+    """As `kvpass.ops.append.append`, for arguments that `supports` takes."""
+    batch, heads, steps, head_dim = new.shape
+    p, layout = TensorPlan.parse(plan), layout_of(plan, head_dim)
+    kernels = load_kernels("append", layout=layout)
+    tokens = encode_tokens(layout)
+    # The ring bounds how many tokens can be exact, and so how many can be due.
+    most_due = p.residency.due(layout.ring)
+    programs = max(1, -(-most_due // tokens))
+    sizes = {"NEW": steps, "WINDOW": p.residency.window, "FLUSH": p.residency.flush}
+    if new.stride(3) != 1:
+        new = new.contiguous()
+    launch(
+        kernels.append_step, (batch * heads, programs),
+        *state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2),
+        KV_HEADS=heads, NEW_PADDED=1 << (steps - 1).bit_length(), TOKENS=tokens, **sizes,
+    )  # fmt: skip
+    launch(kernels.advance_ends, (batch,), state[-1], **sizes)

@@ -1,0 +1,112 @@
+"""``kvpass::attention`` in Triton: split-K decode attention and the merge of the splits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowering.codegen import load_kernels
+from lowering.heuristics import MAX_ROWS, attention_sizes
+from lowering.launch import launch, on_nvidia
+from lowering.layouts import (
+    decline_device,
+    decline_dtype,
+    decline_state,
+    exact_tokens,
+    interpreted,
+    layout_of,
+    symbolic,
+)
+
+_LOG2_E = math.log2(math.e)
+# Splits that the merge reads at a time.
+_MERGE_STEP = 16
+
+
+def supports(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+) -> str | None:
+    """Why the kernels decline these arguments of ``kvpass::attention``, or None."""
+    k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
+    if symbolic(q.shape[2]):
+        return "the number of new tokens is symbolic"
+    if layout_of(v_plan, int(v.shape[3])).by_channel:
+        return f"values {v_plan} have groups along tokens"
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    if rows > MAX_ROWS:
+        return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"the query is {q.dtype}, keys are {k.dtype}, values {v.dtype}"
+    if mask is not None and mask.dtype != torch.bool and decline_dtype(mask, "the mask"):
+        return decline_dtype(mask, "the mask")
+    return (
+        decline_device(q)
+        or decline_dtype(q, "the query")
+        or _prefixed("keys", decline_state(keys, k_plan))
+        or _prefixed("values", decline_state(values, v_plan))
+    )
+
+
+def _prefixed(name: str, reason: str | None) -> str | None:
+    return None if reason is None else f"{name}: {reason}"
+
+
+def attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+) -> Tensor:
+    """As `kvpass.ops.attention.attention`, for arguments that `supports` takes."""
+    batch, heads, queries, head_dim = q.shape
+    kv_heads = exact_tokens(keys, k_plan).shape[1]
+    value_dim = exact_tokens(values, v_plan).shape[3]
+    k, v = layout_of(k_plan, head_dim), layout_of(v_plan, value_dim)
+    rows = heads // kv_heads * queries
+    pairs = batch * kv_heads
+    sizes = attention_sizes(k, v, rows, pairs, keys[0].shape[2], q.device)
+    kernels = load_kernels("attention", k=k, v=v, tile=sizes.tile, edge_tile=sizes.edge_tile)
+
+    regions = (1 if k.identity else 2) * (1 if v.identity else 2)
+    splits = sizes.splits + (regions - 1) * sizes.edge_splits
+    partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
+    statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
+    out = q.new_empty((batch, heads, queries, value_dim))
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    kind, mask, mask_strides = _mask_arguments(q, mask)
+    launch(
+        kernels.attention_split, (pairs, splits),
+        q, *keys, keys[0].shape[2], *values, values[0].shape[2], mask, partial, statistics,
+        q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
+        KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
+        SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
+        FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
+        INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=2,
+    )  # fmt: skip
+    launch(
+        kernels.attention_merge, (pairs, rows),
+        partial, statistics, out, ROWS=rows, SPLITS=splits,
+        SPLITS_PADDED=1 << (splits - 1).bit_length(), STEP=_MERGE_STEP,
+    )  # fmt: skip
+    return out
+
+
+def _mask_arguments(q: Tensor, mask: Tensor | None) -> tuple[int, Tensor, tuple[int, ...]]:
+    """The kernel's ``MASK``, a tensor to pass, and its strides over ``[B, Hq, n, T]``."""
+    if mask is None:
+        return 0, q, (0, 0, 0, 0)
+    wide = mask.expand(*q.shape[:3], mask.shape[-1])
+    return (1 if mask.dtype == torch.bool else 2), wide, wide.stride()

@@ -1,0 +1,63 @@
+"""The choice of a provider for every ``kvpass::`` op of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from lowering.providers import PROVIDERS, Provider
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one node was lowered to.
+
+    Attributes:
+        op: name in the ``kvpass`` namespace.
+        node: name of the node.
+        provider: name of the provider that was chosen.
+        declined: better providers, each with the reason why it declined.
+    """
+
+    op: str
+    node: str
+    provider: str
+    declined: tuple[tuple[str, str], ...] = ()
+
+
+def lower(graph: Graph) -> list[Choice]:
+    """Retargets every ``kvpass::`` op to the first provider that supports its arguments.
+
+    Args:
+        graph: whose nodes carry their fake tensors in ``meta["example_value"]``.
+
+    Returns:
+        One choice for each such op, in the order of the graph.
+    """
+    choices = []
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        namespace, _, op = node.target._schema.name.partition("::")
+        if namespace != "kvpass":
+            continue
+        provider, declined = _choose(op, node)
+        node.target = provider.target
+        choices.append(Choice(op, node.name, provider.name, declined))
+    return choices
+
+
+def _choose(op: str, node: Node) -> tuple[Provider, tuple[tuple[str, str], ...]]:
+    """The first provider that takes the node's arguments; those before it, with their reasons."""
+    args = map_arg(node.args, lambda n: n.meta["example_value"])
+    kwargs = map_arg(node.kwargs, lambda n: n.meta["example_value"])
+    declined: list[tuple[str, str]] = []
+    for provider in PROVIDERS[op]:
+        reason = provider.supports(*args, **kwargs)
+        if reason is None:
+            return provider, tuple(declined)
+        declined.append((provider.name, reason))
+    raise AssertionError(f"the last provider of kvpass::{op} declined: {declined[-1][1]}")

@@ -1,0 +1,111 @@
+"""Every size of a launch: tiles, warps, splits. All are static; lengths stay on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triton_templates import Layout
+
+# Query rows that a program holds: the N axis of the tensor-core product.
+MAX_ROWS = 16
+# Multiprocessors to fill where the device cannot be asked: fake tensors on a machine without a GPU.
+_DEFAULT_PROCESSORS = 132
+# Programs to have in flight on each multiprocessor.
+_OCCUPANCY = 10
+_MAX_SPLITS = 128
+# A program of the exact window walks about this many tokens.
+_EDGE_TOKENS = 256
+_EDGE_TILE = 32
+# Tokens that one program of `pack` and `append` encodes, where no group of tokens asks for more.
+_ENCODE_TOKENS = 16
+# Tokens that one program copies as they are.
+COPIED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of a decode attention launch.
+
+    Attributes:
+        tile: tokens of one step over packed tokens.
+        edge_tile: tokens of one step over tokens that are exact in keys or values.
+        columns: query rows, padded.
+        splits: programs that share the packed tokens of one KV head.
+        edge_splits: programs that share each other combination of packed and exact.
+        warps: of a program.
+    """
+
+    tile: int
+    edge_tile: int
+    columns: int
+    splits: int
+    edge_splits: int
+    warps: int
+
+
+def attention_sizes(
+    k: Layout,
+    v: Layout,
+    rows: int,
+    pairs: int | torch.SymInt,
+    capacity: int | torch.SymInt,
+    device: torch.device,
+) -> AttentionSizes:
+    """Sizes of a launch.
+
+    Args:
+        k, v: layouts of keys and values.
+        rows: query rows of a KV head.
+        pairs: batch times KV heads.
+        capacity: tokens that there is room for.
+        device: to run on.
+
+    A symbolic ``pairs`` or ``capacity`` is not looked at, which would specialise the graph on it.
+    """
+    columns = 8 if rows <= 8 else MAX_ROWS
+    tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
+    # A tile lies in one group of tokens. Several groups unrolled in one step save 6% of the
+    # instructions, but take Triton more than a minute to compile.
+    group = k.group if k.by_channel else tile
+    exact = max(k.ring, v.ring)
+    return AttentionSizes(
+        tile=min(tile, group),
+        edge_tile=min(_EDGE_TILE, group),
+        columns=columns,
+        splits=_splits(min(tile, group), pairs, capacity, device),
+        edge_splits=max(1, exact // _EDGE_TOKENS),
+        warps=_power_of_2(v.head_dim * v.bits // 256, 1, 4),
+    )
+
+
+def encode_tokens(layout: Layout) -> int:
+    """Tokens that one program of `pack` and `append` encodes."""
+    return max(_ENCODE_TOKENS, layout.group) if layout.by_channel else _ENCODE_TOKENS
+
+
+def _splits(
+    tile: int, pairs: int | torch.SymInt, capacity: int | torch.SymInt, device: torch.device
+) -> int:
+    wanted = _OCCUPANCY * _processors(device)
+    if isinstance(pairs, int):
+        wanted //= max(1, pairs)
+    most = _MAX_SPLITS
+    if isinstance(capacity, int):
+        most = min(most, capacity // (4 * tile))
+    return _power_of_2(wanted, 1, max(1, most))
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return _DEFAULT_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _power_of_2(n: int, low: int, high: int) -> int:
+    """The largest power of two up to ``n`` and ``high``, at least ``low``."""
+    best = low
+    while best * 2 <= min(n, high):
+        best *= 2
+    return best

@@ -1,0 +1,144 @@
+"""What a kernel becomes on a GPU, found out on any machine: compiled, disassembled and counted.
+
+Triton brings the assembler and the disassembler for NVIDIA GPUs, so that no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import KernelError
+from lowering.launch import Launch
+
+_TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+_ALIGNMENT = 16
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_LABEL = re.compile(r"\s*(\.L_\w+):")
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*?);")
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """A compiled kernel.
+
+    Attributes:
+        name: of the kernel function.
+        capability: compute capability, e.g. 90.
+        registers: of a thread.
+        stack: bytes of a thread's stack; spilled registers are there.
+        local: bytes of a thread's local memory outside the stack.
+        shared: bytes of shared memory of a program.
+        instructions: how often each machine instruction (without suffixes) stands in the code.
+        sass: the disassembly.
+    """
+
+    name: str
+    capability: int
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    instructions: Counter[str]
+    sass: str
+
+    @property
+    def tensor_core_instructions(self) -> int:
+        """Matrix products; ``HGMMA`` is what a group of four warps uses from sm_90 on."""
+        return self.instructions["HMMA"] + self.instructions["HGMMA"]
+
+    @property
+    def spills(self) -> bool:
+        """Registers did not suffice."""
+        return self.stack > 0 or self.local > 0 or any(self.instructions[i] for i in ("LDL", "STL"))
+
+
+def inspect_launch(launch: Launch, capability: int) -> KernelReport:
+    """Compiles the kernel of a recorded launch for NVIDIA GPUs of this compute capability.
+
+    Raises:
+        KernelError: if it does not compile, or Triton's binary tools are missing.
+    """
+    name = launch.kernel.__name__
+    compiled = _compile(launch, capability)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        usage = _run(tool("cuobjdump"), "--dump-resource-usage", str(path))
+        sass = _run(tool("nvdisasm"), "-c", str(path))
+    match = _USAGE.search(usage)
+    if match is None:
+        raise KernelError(f"cuobjdump reports no resource usage for kernel {name}: {usage!r}.")
+    registers, stack, local = int(match[1]), int(match[2]), int(match[4])
+    counts = Counter(m[1].split(".")[0] for m in map(_INSTRUCTION.match, sass.splitlines()) if m)
+    # Dynamic shared memory is not in the binary, only in what the launcher is told.
+    shared = int(compiled.metadata.shared)
+    return KernelReport(name, capability, registers, stack, local, shared, counts, sass)
+
+
+def _compile(launch: Launch, capability: int) -> Any:
+    """Triton's compiled kernel. The call is the same in Triton 3.6 and 3.9."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, signature, constants, attributes = launch.kernel, {}, {}, {}
+    annotations = kernel.fn.__annotations__
+    for position, name in enumerate(kernel.arg_names):
+        value = launch.arguments[name]
+        if "constexpr" in str(annotations.get(name, "")):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name] = _type_name(value)
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % _ALIGNMENT == 0):
+            attributes[(position,)] = [["tt.divisibility", _ALIGNMENT]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    try:
+        # Contraction to fused multiply-add is what a launch gets by default in Triton 3.6 to 3.9.
+        options = launch.options | {"enable_fp_fusion": True}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except Exception as error:
+        raise KernelError(
+            f"Kernel {kernel.__name__} in {kernel.fn.__code__.co_filename} does not compile for "
+            f"sm_{capability}: {error}."
+        ) from error
+
+
+def _type_name(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+@cache
+def tool(name: str) -> str:
+    """Path of a binary tool that comes with Triton."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        raise KernelError(f"{name} is missing in this build of Triton; it should be {path}.")
+    return str(path)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise KernelError(f"{command[0]} failed: {done.stderr.strip()}.")
+    return done.stdout

@@ -1,0 +1,56 @@
+"""What every Triton provider needs to launch a generated kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowering.layouts import interpreted
+
+# Arguments of a launch that are options of the compiler, not of the kernel.
+OPTIONS = ("num_warps", "num_stages")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch: the kernel, its arguments by name, the compiler's options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("kvpass_recorded_launches", default=None)
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Inside, kernels are collected, not launched; with fake tensors nothing is computed at all."""
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
+
+
+def launch(kernel: Any, grid: Sequence[int | torch.SymInt], *args: Any, **kwargs: Any) -> None:
+    """Runs a generated kernel; where it is traced, Inductor sees the kernel and inlines it."""
+    recorded = _recorded.get()
+    if recorded is not None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        positional = dict(zip(kernel.arg_names, args, strict=False))
+        recorded.append(Launch(kernel, positional | kwargs, options))
+        return
+    callee = kernel if interpreted() else torch.library.wrap_triton(kernel)
+    callee[tuple(grid)](*args, **kwargs)
+
+
+def on_nvidia() -> bool:
+    """The kernels may use PTX."""
+    return torch.version.hip is None and not interpreted()

@@ -1,0 +1,74 @@
+"""From a printed plan to what the kernels can do with it: layouts, and reasons to decline."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.residency import TensorPlan
+from triton_templates import Layout
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@cache
+def layout_of(plan: str, head_dim: int) -> Layout:
+    """The layout of a cache tensor with this printed plan."""
+    p = TensorPlan.parse(plan)
+    if p.codec.identity:
+        return Layout(head_dim)
+    return Layout(head_dim, p.codec.bits, p.codec.axis, p.codec.group, p.ring)
+
+
+def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
+    """The tensor of a state that holds tokens ``[B, H, ..., D]`` in the model's dtype."""
+    return state[0] if TensorPlan.parse(plan).codec.identity else state[2]
+
+
+def symbolic(size: object) -> bool:
+    """A tensor's size is not known, only named."""
+    return not isinstance(size, int)
+
+
+@cache
+def interpreted() -> bool:
+    """Triton runs in its interpreter (``TRITON_INTERPRET=1`` when it was imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def decline_device(x: Tensor) -> str | None:
+    """Why Triton cannot work on the device of ``x``, or None."""
+    if not _triton_installed():
+        return "triton is not installed"
+    if x.device.type == "cpu" and not interpreted():
+        return "Triton runs on CPU only in its interpreter, for tests"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"device {x.device.type} is not supported"
+    return None
+
+
+def decline_dtype(x: Tensor, name: str) -> str | None:
+    """Why the kernels cannot read ``x``, or None."""
+    if x.dtype not in _DTYPES:
+        return f"{name} is {x.dtype}; the kernels take float16, bfloat16 and float32"
+    return None
+
+
+def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
+    """Why the kernels cannot work on this state, or None."""
+    names = TensorPlan.parse(plan).state_names
+    for name, tensor in zip(names, state, strict=True):
+        if not tensor.is_contiguous():
+            return f"{name} is not contiguous"
+    exact = exact_tokens(state, plan)
+    return layout_of(plan, int(exact.shape[3])).misfit() or decline_dtype(exact, "the cache")

@@ -1,0 +1,42 @@
+"""``kvpass::pack`` in Triton: the state of a first prompt."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpass.cache.residency import TensorPlan
+from kvpass.ops.pack import empty_state
+from lowering.codegen import load_kernels
+from lowering.heuristics import COPIED_TOKENS, encode_tokens
+from lowering.launch import launch
+from lowering.layouts import decline_device, decline_dtype, layout_of
+
+
+def supports(new: Tensor, plan: str) -> str | None:
+    """Why the kernel declines these arguments of ``kvpass::pack``, or None."""
+    return (
+        decline_device(new)
+        or decline_dtype(new, "the cache")
+        or layout_of(plan, int(new.shape[3])).misfit()
+    )
+
+
+def pack(new: Tensor, plan: str) -> list[Tensor]:
+    """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
+    batch, heads, length, head_dim = new.shape
+    p, layout = TensorPlan.parse(plan), layout_of(plan, head_dim)
+    packed = p.packed(length)
+    state = empty_state(new, p, packed)
+    kernels = load_kernels("pack", layout=layout)
+    tokens = COPIED_TOKENS if layout.identity else encode_tokens(layout)
+    # Where tokens are packed at all, fewer than a flush beyond the window stay exact.
+    tail = 0 if layout.identity else p.residency.window + p.residency.flush - 1
+    tail_programs = -(-tail // COPIED_TOKENS)
+    if new.stride(3) != 1:
+        new = new.contiguous()
+    launch(
+        kernels.pack_prompt, (batch * heads, tail_programs + -(-packed // tokens)),
+        *state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2), length, packed,
+        KV_HEADS=heads, TOKENS=tokens, TAIL_PROGRAMS=tail_programs, COPIED=COPIED_TOKENS,
+    )  # fmt: skip
+    return state

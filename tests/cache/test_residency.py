@@ -1,0 +1,132 @@
+"""`Residency` and `TensorPlan`: what is due, room for it, names."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpass.cache.codec import FP, Codec
+from kvpass.cache.residency import MAX_STEP, TILE, Residency, Segment, TensorPlan
+from kvpass.errors import OptionError, PlanError
+from tests.strategies import steps, tensor_plans
+
+PLANS = st.sampled_from([16, 64, 80, 128]).flatmap(tensor_plans)
+RESIDENCIES = st.builds(Residency, st.integers(0, 200), st.integers(1, 200))
+
+
+@given(RESIDENCIES, st.integers(0, 1000))
+def test_due_is_whole_flushes_beyond_the_window(residency, exact):
+    due = residency.due(exact)
+    assert due % residency.flush == 0
+    assert 0 <= due <= exact
+    left = exact - due
+    assert left < residency.window + residency.flush
+    assert due == 0 or left >= residency.window
+
+
+@pytest.mark.parametrize(
+    ("window", "flush", "exact", "due"),
+    # KIVI: keys 128 at a time, values one by one beyond 128.
+    [(0, 128, 127, 0), (0, 128, 128, 128), (0, 128, 300, 256), (128, 1, 128, 0), (128, 1, 131, 3)],
+)
+def test_due_of_kivi(window, flush, exact, due):
+    assert Residency(window, flush).due(exact) == due
+
+
+@given(PLANS, st.integers(0, 2000))
+def test_capacity_is_whole_tiles_at_least_two(plan, tokens):
+    capacity = plan.capacity(tokens)
+    assert plan.tile % TILE == 0
+    assert plan.tile % plan.codec.token_group == 0
+    assert capacity % plan.tile == 0
+    assert capacity >= max(tokens, 2 * plan.tile)
+    assert capacity == 2 * plan.tile or capacity - tokens < plan.tile
+
+
+def test_tile_of_a_group_that_does_not_divide_128():
+    assert TensorPlan(Codec(2, "channel", 24), Residency(0, 48)).tile == 384
+
+
+@given(PLANS, steps())
+def test_ring_holds_the_exact_tokens_and_spares_a_step(plan, lengths):
+    if plan.codec.identity:
+        assert plan.ring == 0
+        return
+    total = lengths[0]
+    packed = plan.packed(total)
+    assert total - packed <= plan.ring
+    for n in lengths[1:]:
+        live = total - packed
+        counted = total if n <= MAX_STEP else total + n
+        packed += plan.residency.due(counted - packed)
+        total += n
+        assert total - packed <= plan.ring
+        if n <= MAX_STEP:
+            # What a failed step must not overwrite: the tokens that were live when it began.
+            left = total - n - packed
+            assert left <= live
+            assert left + n <= plan.ring
+
+
+@given(PLANS)
+def test_segments_and_state_names(plan):
+    if plan.codec.identity:
+        assert plan.segments == (Segment(FP, None),)
+        assert plan.state_names == ("codes", "ends")
+        assert plan.packed(37) == 37
+    else:
+        assert plan.segments == (Segment(plan.codec, None), Segment(FP, plan.ring))
+        assert plan.ring == plan.residency.window + plan.residency.flush + MAX_STEP - 1
+        assert plan.state_names == ("codes", "params", "window", "ends")
+        assert plan.packed(37) == plan.residency.due(37)
+
+
+@given(PLANS)
+def test_plan_parses_back(plan):
+    assert TensorPlan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "fp/window=0,flush=1",
+        "int2.channel32",
+        "int2.channel32/window=0",
+        "int2.channel32/window=-1,flush=32",
+        "int2.channel32/flush=32,window=0",
+    ],
+)
+def test_unreadable_plan(text):
+    with pytest.raises(PlanError) as caught:
+        TensorPlan.parse(text)
+    assert str(caught.value) == (
+        f"Tensor plan {text!r} cannot be read; allowed: 'fp' or e.g. "
+        "'int2.channel32/window=0,flush=128'."
+    )
+
+
+def test_group_divides_flush():
+    with pytest.raises(PlanError) as caught:
+        TensorPlan(Codec(2, "channel", 32), Residency(0, 100))
+    assert str(caught.value) == (
+        "group 32 of int2.channel32 does not divide the residual of 100 tokens "
+        "that are packed at a time."
+    )
+    assert TensorPlan(Codec(2, "token", 32), Residency(0, 100)).residency.flush == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": -1}, "window=-1 is not supported; allowed: a whole number, at least 0."),
+        ({"window": 1.5}, "window=1.5 is not supported; allowed: a whole number, at least 0."),
+        ({"flush": 0}, "flush=0 is not supported; allowed: a whole number, at least 1."),
+        ({"flush": "1"}, "flush='1' is not supported; allowed: a whole number, at least 1."),
+    ],
+)
+def test_residency_values(arguments, message):
+    with pytest.raises(OptionError) as caught:
+        Residency(**arguments)
+    assert str(caught.value) == message

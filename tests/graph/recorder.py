@@ -1,0 +1,140 @@
+"""A ``torch.compile`` backend that applies the rules, runs both graphs and keeps what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+from torch.testing import assert_close
+
+from kvpass._torch import copy_source
+from kvpass.cache.packed import PackedKV
+from kvpass.cache.residency import MAX_STEP
+from kvpass.graph.bind import unpack_unknown_readers
+from kvpass.graph.sites import Sites, find_sites
+from kvpass.graph.verify import verify_rewritten
+from kvpass.recipes import Planner, recipe
+from kvpass.rules import Context, Event, apply_rules
+from tests.strategies import randn, rounded
+
+
+@dataclass
+class Record:
+    """One graph: before and after the rules, and the results of its last call."""
+
+    before: GraphModule
+    after: GraphModule
+    sites: Sites
+    events: list[Event]
+    # For every cache update: positions of the past among the arguments (or None) and of the result.
+    updates: list[tuple[int | None, int]]
+    args: tuple[Any, ...] = ()
+    results: list[Any] = field(default_factory=list)
+
+    def fired(self, rule: str) -> int:
+        """How often a rule was applied."""
+        return sum(event.fired for event in self.events if event.rule == rule)
+
+    def refused(self) -> list[tuple[str, str]]:
+        """Rules and reasons."""
+        return [(event.rule, event.detail) for event in self.events if not event.fired]
+
+    def check(self, atol: float) -> None:
+        """The rewritten graph answers what the original one does on the decoded cache.
+
+        A step of up to MAX_STEP tokens first packs what is due: the original graph gets that past.
+        """
+        args = [a.decode() if isinstance(a, PackedKV) and not a.stale else a for a in self.args]
+        for past, result in self.updates:
+            packed = self.results[result]
+            if past is None or not isinstance(packed, PackedKV):
+                continue
+            tokens = self.args[past].shape[2]
+            if packed.shape[2] - tokens <= MAX_STEP:
+                args[past] = packed.decode()[:, :, :tokens]
+        expected = self.before(*args)
+        for got, plain in zip(self.results, expected, strict=True):
+            if not isinstance(got, PackedKV):
+                assert type(got) is type(plain)
+                assert_close(got, plain, rtol=0, atol=atol)
+                continue
+            count = 0 if got.plan.codec.identity else int(got.ends[0, 0])
+            assert got.shape == plain.shape
+            assert_close(got.decode()[:, :, count:], plain[:, :, count:], rtol=0, atol=atol)
+        for past, result in self.updates:
+            if past is None and isinstance(packed := self.results[result], PackedKV):
+                fresh = rounded(expected[result], packed.plan, packed.plan.packed(packed.shape[2]))
+                assert_close(packed.decode(), fresh, rtol=0, atol=0)
+
+
+class Recorder:
+    """Pass it as ``backend``."""
+
+    def __init__(self, planner: Planner | None = None) -> None:
+        self.planner = planner or recipe("fp")
+        self.records: list[Record] = []
+
+    def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        before, after = copied(gm), copied(gm)
+        context = Context(after.graph, find_sites(after.graph), self.planner)
+        inputs = list(after.graph.find_nodes(op="placeholder"))
+        outputs = list(after.graph.output_node().args[0])
+        updates = [
+            (inputs.index(u.past) if u.packed else None, outputs.index(cat))
+            for cat, u in context.sites.updates.items()
+        ]
+        events = apply_rules(context)
+        unpack_unknown_readers(after.graph)
+        verify_rewritten(after.graph)
+        after.recompile()
+        record = Record(before, after, find_sites(before.graph), events, updates)
+        self.records.append(record)
+
+        def call(*args: Any) -> Any:
+            record.args, record.results = args, after(*args)
+            return record.results
+
+        return call
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """A copy of Dynamo's graph, sources included."""
+    mapping: dict[Any, Any] = {}
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, mapping))
+    for old, new in mapping.items():
+        copy_source(old, new)
+    return GraphModule(gm, graph)
+
+
+class Layer:
+    """What Dynamo sees of a cache layer."""
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As in transformers' DynamicLayer."""
+        empty = torch.tensor([], dtype=k.dtype)
+        self.keys = torch.cat([empty if self.keys is None else self.keys, k], dim=-2)
+        self.values = torch.cat([empty if self.values is None else self.values, v], dim=-2)
+        return self.keys, self.values
+
+
+def run(
+    attend: Callable[..., Any], lengths: list[int], planner: Planner | None = None, **kwargs: Any
+) -> list[Record]:
+    """Compiles ``attend(q, k, v, layer, **kwargs)`` and runs steps of these lengths, checked."""
+    recorder, layer = Recorder(planner), Layer()
+    compiled = torch.compile(attend, backend=recorder, fullgraph=True)
+    with torch.no_grad():
+        for i, n in enumerate(lengths):
+            q = randn(1, 4, n, 16, seed=3 * i)
+            k, v = (randn(1, 2, n, 16, seed=3 * i + j) for j in (1, 2))
+            compiled(q, k, v, layer, **kwargs)
+            recorder.records[-1].check(atol=2e-6)
+    return recorder.records

@@ -1,0 +1,140 @@
+"""`lower`: which provider every op gets, why others declined, and what Inductor then sees."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+
+from kvpass.ops.pack import pack_fake
+from lowering import Choice, lower
+from lowering.providers import PROVIDERS
+
+KEYS, VALUES = "int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"
+ON_CPU = "Triton runs on CPU only in its interpreter, for tests"
+
+
+def decode_graph(mode, device="cuda", *, groups=4, dim=64, new_tokens=1, plans=(KEYS, VALUES)):
+    """Append to keys and values, then attention, as the backend's rules leave them."""
+    graph = torch.fx.Graph()
+
+    def placeholder(name, value):
+        node = graph.placeholder(name)
+        node.meta["example_value"] = value
+        return node
+
+    with mode:
+        x = torch.empty(1, 2, 256, dim, dtype=torch.float16, device=device)
+        states = [
+            [placeholder(f"state_{i}_{j}", t) for j, t in enumerate(pack_fake(x, plan))]
+            for i, plan in enumerate(plans)
+        ]
+        new = placeholder("new", x.new_empty(1, 2, new_tokens, dim))
+        q = placeholder("q", x.new_empty(1, 2 * groups, new_tokens, dim))
+    for state, plan in zip(states, plans, strict=True):
+        graph.call_function(torch.ops.kvpass.append.default, (state, new, plan))
+    arguments = (q, *states, None, 0.125, *plans)
+    out = graph.call_function(torch.ops.kvpass.attention.default, arguments)
+    graph.output((out,))
+    return graph
+
+
+def test_triton_on_a_gpu():
+    graph = decode_graph(FakeTensorMode())
+    choices = lower(graph)
+    assert [(c.op, c.provider, c.declined) for c in choices] == [
+        ("append", "triton", ()),
+        ("append", "triton", ()),
+        ("attention", "triton", ()),
+    ]
+    targets = [n.target for n in graph.nodes if n.op == "call_function"]
+    kernels = torch.ops.kvpass_triton
+    assert targets == [kernels.append.default, kernels.append.default, kernels.attention.default]
+
+
+def test_aten_on_cpu():
+    graph = decode_graph(FakeTensorMode(), "cpu")
+    declined = (("triton", ON_CPU),)
+    assert lower(graph)[-1] == Choice("attention", "attention_default", "aten", declined)
+    assert torch.ops.kvpass.attention.default in {n.target for n in graph.nodes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "op", "reason"),
+    [
+        ({"groups": 32}, "attention", "32 query rows share a KV head; the kernels take 16"),
+        ({"new_tokens": 17}, "append",
+         "17 new tokens are a prefill; the kernel appends 16 at most"),
+        ({"plans": (KEYS, KEYS)}, "attention", f"values {KEYS} have groups along tokens"),
+        ({"dim": 512}, "attention", "keys: head_dim 512 is more than 256"),
+    ],
+)  # fmt: skip
+def test_reasons(arguments, op, reason):
+    choices = lower(decode_graph(FakeTensorMode(), **arguments))
+    assert ("triton", reason) in next(c for c in choices if c.op == op).declined
+
+
+def test_state_with_gaps_is_declined():
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 256, 64, dtype=torch.float16, device="cuda")
+        state = [t.expand(2, *t.shape[1:]) for t in pack_fake(x, KEYS)]
+        reason = PROVIDERS["append"][0].supports(state, x.new_empty(2, 2, 1, 64), KEYS)
+    assert reason == "codes is not contiguous"
+
+
+def test_another_graph_is_left_alone():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.aten.relu.default, (x,)))
+    assert lower(graph) == []
+
+
+class FakeDriver:
+    """What PyTorch asks of Triton's driver to analyse which arguments a kernel writes."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_kernels_are_inlined_and_only_written_tensors_count_as_mutated():
+    mode, graphs = FakeTensorMode(), []
+
+    def keep(module, _):
+        graphs.append(module)
+        return make_boxed_func(module.forward)
+
+    graph = decode_graph(mode)
+    lower(graph)
+    inputs = [n.meta["example_value"] for n in graph.nodes if n.op == "placeholder"]
+    triton.runtime.driver.set_active(FakeDriver())
+    try:
+        with torch.no_grad(), tracing(TracingContext(mode)):
+            module = torch.fx.GraphModule({}, graph)
+            aot_module_simplified(module, inputs, fw_compiler=keep, inference_compiler=keep)
+    finally:
+        triton.runtime.driver.reset_active()
+    launches = [n for n in graphs[0].graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+    assert [n.kwargs["tensors_to_clone"] for n in launches] == [
+        *[["codes", "params", "window"], ["ends"]] * 2,
+        ["partial", "statistics"],
+        ["out"],
+    ]
+
+
+def test_without_triton():
+    """Importing needs no triton; the provider declines."""
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, lowering\n"
+        "from lowering.providers import PROVIDERS\n"
+        "print(PROVIDERS['pack'][0].supports(torch.empty(1, 1, 4, 64), 'fp'))\n"
+    )
+    done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True)
+    assert done.stdout.strip() == "triton is not installed", done.stderr

@@ -1,0 +1,69 @@
+"""Every kernel that the presets need, compiled for two GPU generations on a machine without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvpass.errors import KernelError
+from kvpass.ops.pack import pack_fake
+from lowering import append, attention, inspection, pack
+from lowering.launch import Launch, record_launches
+
+PRESETS = {
+    "fp": ("fp", "fp"),
+    "kivi-2bit": ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
+    "kivi-4bit": ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
+}
+CAPABILITIES = (80, 90)
+# 65,536 registers over 8 programs of 32 threads; Triton never gives a thread more.
+MOST_REGISTERS = 255
+
+
+def launches(plans: tuple[str, str], head_dim: int) -> list[Launch]:
+    """What one layer launches in a prompt and in a decode step."""
+    with FakeTensorMode(), record_launches() as recorded:
+        x = torch.empty(1, 8, 4096, head_dim, dtype=torch.float16, device="cuda")
+        keys, values = (pack_fake(x, plan) for plan in plans)
+        new, q = x.new_empty(1, 8, 1, head_dim), x.new_empty(1, 32, 1, head_dim)
+        for state, plan in zip((keys, values), plans, strict=True):
+            pack.pack(x, plan)
+            append.append(state, new, plan)
+        attention.attention(q, keys, values, None, 0.1, *plans)
+    return recorded
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_compiles_without_spills(preset, head_dim, capability, capsys):
+    reports = [
+        inspection.inspect_launch(x, capability) for x in launches(PRESETS[preset], head_dim)
+    ]
+    with capsys.disabled():
+        for r in reports:
+            print(f"\n{preset} D={head_dim} sm_{capability} {r.name}: {r.registers} registers, "
+                  f"{r.shared} bytes shared", end="")  # fmt: skip
+    for report in reports:
+        assert not report.spills, report.name
+        assert report.registers <= MOST_REGISTERS
+    split = next(r for r in reports if r.name == "attention_split")
+    assert split.tensor_core_instructions > 0
+    # Codes become numbers by masking, not by conversion.
+    assert split.instructions["I2F"] == 0
+
+
+def test_the_disassembler_is_missing(monkeypatch):
+    inspection.tool.cache_clear()
+    monkeypatch.setattr("triton.__file__", "/nowhere/triton/__init__.py")
+    with pytest.raises(KernelError, match=r"cuobjdump is missing in this build of Triton"):
+        inspection.tool("cuobjdump")
+    inspection.tool.cache_clear()
+
+
+def test_a_kernel_that_does_not_compile_is_named():
+    recorded = launches(PRESETS["fp"], 64)[-1]
+    broken = Launch(recorded.kernel, recorded.arguments | {"SPLITS_PADDED": 3}, {})
+    with pytest.raises(KernelError, match=r"Kernel attention_merge in .*\.py does not compile"):
+        inspection.inspect_launch(broken, 90)

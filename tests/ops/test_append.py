@@ -1,0 +1,159 @@
+"""``kvpass::append`` and ``pack``: any chunking of the same tokens stores the same."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from kvpass.cache.packed import PackedKV
+from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
+from kvpass.ops.append import read_window, row_ends
+from kvpass.ops.pack import empty_state, write_window
+from tests.strategies import DTYPES, SEEDS, poisoned, randn, rounded, steps, tensor_plans
+
+ops = torch.ops.kvpass
+CASES = st.sampled_from([16, 64, 80]).flatmap(
+    lambda d: st.tuples(st.just(d), tensor_plans(d), steps(), SEEDS, DTYPES)
+)
+
+
+def packed_in_steps(x, plan: TensorPlan, lengths) -> PackedKV:
+    """Tokens of ``x``: the first length packed, the others appended in place, with room made."""
+    text, first = str(plan), lengths[0]
+    handle = PackedKV(ops.pack.default(x[:, :, :first], text), plan, first, x.dtype)
+    for n in lengths[1:]:
+        start = handle.shape[2]
+        handle.reserve(n)
+        ops.append.default(handle.state, x[:, :, start : start + n], text)
+        handle = handle.extended(n)
+    return handle
+
+
+def packed_count(plan: TensorPlan, lengths) -> int:
+    """Tokens that are packed after steps of these lengths, from `append`'s docstring."""
+    if plan.codec.identity:
+        return sum(lengths)
+    total = lengths[0]
+    packed = plan.residency.due(total)
+    for n in lengths[1:]:
+        counted = total if n <= MAX_STEP else total + n
+        packed += plan.residency.due(counted - packed)
+        total += n
+    return packed
+
+
+# Whatever the chunks were, a state is its tokens with the first ends[0] of them rounded by the
+# codec, and the rest exact. ends[0] alone may depend on the chunks, since a step of up to MAX_STEP
+# tokens leaves what it makes due to the next step.
+@given(CASES)
+def test_state_is_a_rounded_prefix_and_an_exact_rest(case):
+    d, plan, lengths, seed, dtype = case
+    x = randn(2, 2, sum(lengths), d, seed=seed, dtype=dtype)
+    with poisoned():
+        handle = packed_in_steps(x, plan, lengths)
+        decoded = handle.decode()
+    packed = packed_count(plan, lengths)
+    assert handle.ends.tolist() == [[packed, sum(lengths)][-len(plan.segments) :]] * 2
+    assert_close(decoded, rounded(x, plan, packed), rtol=0, atol=0)
+
+
+# A step of up to MAX_STEP tokens packs everything that was due before it. So after one common such
+# step any two chunkings agree: flushes start at multiples of the flush length in both.
+@given(CASES, st.integers(1, MAX_STEP))
+def test_any_chunking_equals_packing_at_once(case, last):
+    d, plan, lengths, seed, dtype = case
+    total = sum(lengths)
+    x = randn(1, 2, total + last, d, seed=seed, dtype=dtype)
+    with poisoned():
+        chunked = packed_in_steps(x, plan, [*lengths, last])
+        at_once = packed_in_steps(x, plan, [total, last])
+    assert chunked.ends.tolist() == at_once.ends.tolist()
+    assert_close(chunked.decode(), at_once.decode(), rtol=0, atol=0)
+    packed = row_ends(chunked.ends)[0]
+    assert torch.equal(at_once.codes[:, :, :packed], chunked.codes[:, :, :packed])
+
+
+# pack(x) = append(empty, x) for a prompt of more than MAX_STEP tokens; after a shorter one the
+# append lags by what is due, until the next step.
+@given(CASES)
+def test_pack_is_empty_and_append(case):
+    d, plan, lengths, seed, dtype = case
+    total = sum(lengths)
+    x = randn(2, 1, total + 1, d, seed=seed, dtype=dtype)
+    text = str(plan)
+    with poisoned():
+        packed = ops.pack.default(x[:, :, :total], text)
+        state = empty_state(x, plan, total)
+        state[-1].zero_()
+        ops.append.default(state, x[:, :, :total], text)
+        if total <= MAX_STEP:
+            for each in (packed, state):
+                ops.append.default(each, x[:, :, total:], text)
+    assert state[-1].tolist() == packed[-1].tolist()
+    count = row_ends(state[-1])[-1]
+    assert_close(
+        ops.unpack.default(state, count, text, dtype),
+        ops.unpack.default(packed, count, text, dtype),
+        rtol=0,
+        atol=0,
+    )
+
+
+@given(CASES)
+def test_append_touches_only_its_own_slots(case):
+    d, plan, lengths, seed, dtype = case
+    x = randn(1, 1, sum(lengths) + 1, d, seed=seed, dtype=dtype)
+    handle = packed_in_steps(x, plan, lengths)
+    handle.reserve(1)
+    before = [t.clone() for t in handle.state]
+    ops.append.default(handle.state, x[:, :, -1:], str(plan))
+    old, new = row_ends(before[-1])[0], row_ends(handle.ends)[0]
+    codes, codes_before = (codes.view(torch.int16) for codes in (handle.codes, before[0]))
+    assert torch.equal(codes[:, :, :old], codes_before[:, :, :old])
+    assert torch.equal(codes[:, :, new:], codes_before[:, :, new:])
+    if not plan.codec.identity:
+        bits, bits_before = (w.view(torch.uint8) for w in (handle.window, before[2]))
+        changed = (bits != bits_before).any(-1).any(0).any(0).nonzero().flatten().tolist()
+        assert changed in ([], [sum(lengths) % plan.ring])
+
+
+@given(st.integers(1, 20), st.integers(0, 100), st.data())
+def test_window_is_a_ring(ring, start, data):
+    n = data.draw(st.integers(0, ring))
+    window, x = torch.full((1, 2, ring, 4), torch.nan), randn(1, 2, n, 4)
+    write_window(window, start, x)
+    assert torch.equal(read_window(window, start, start + n), x)
+    assert int(window.isnan().all(-1).sum()) == 2 * (ring - n)
+    for token in range(n):
+        assert torch.equal(window[:, :, (start + token) % ring], x[:, :, token])
+
+
+def test_token_is_attended_exactly_in_its_own_step():
+    plan = TensorPlan.parse("int2.token8/window=0,flush=1")
+    x = randn(1, 1, 60, 16)
+    handle = packed_in_steps(x, plan, [40, 1, 3])
+    assert torch.equal(handle.decode()[:, :, 41:44], x[:, :, 41:44])
+    assert torch.equal(handle.decode()[:, :, :41], rounded(x[:, :, :41], plan, 41))
+
+
+def test_poison_reaches_every_kind_of_memory():
+    plan = TensorPlan.parse("int2.channel8/window=4,flush=8")
+    with poisoned():
+        codes, params, window, ends = empty_state(randn(1, 1, 1, 16), plan, 8)
+        grown = codes.new_empty(3)
+    assert window.isnan().all()
+    assert (params == torch.iinfo(torch.int32).max).all()
+    for words in (codes, grown):
+        assert (words == torch.iinfo(torch.int16).max).all()
+    assert (ends == torch.iinfo(torch.int32).max).all()
+    assert plan.codec.decode(codes[:, :, :8], params[:, :, :1], torch.float32).isnan().all()
+
+
+def test_residency_of_the_window_is_exact():
+    plan = TensorPlan(TensorPlan.parse("int2.token8/window=0,flush=1").codec, Residency(5, 1))
+    x = randn(1, 1, 30, 16)
+    handle = packed_in_steps(x, plan, [30])
+    assert torch.equal(handle.decode()[:, :, 25:], x[:, :, 25:])
+    assert not torch.equal(handle.decode()[:, :, :25], x[:, :, :25])

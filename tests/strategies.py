@@ -1,0 +1,81 @@
+"""Hypothesis strategies for tensors, plans and steps; memory poisoned until it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass.cache.codec import BITS, Codec
+from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
+
+HEAD_DIMS = (16, 64, 80, 128)
+DIMS = st.sampled_from(HEAD_DIMS)
+TOKENS = st.integers(1, 40)
+SEEDS = st.integers(0, 2**32 - 1)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal values, the same for the same seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@st.composite
+def tensors(draw, *, tokens=TOKENS, dims=DIMS, dtypes=DTYPES):
+    """``[B, H, T, D]`` with values of any usual magnitude, off centre, some channels constant."""
+    b, h, t, d = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(tokens), draw(dims)
+    x = randn(b, h, t, d, seed=draw(SEEDS))
+    x = x * 10.0 ** draw(st.integers(-3, 2)) + draw(st.sampled_from([0.0, -7.0, 300.0]))
+    if draw(st.booleans()):
+        x[..., : d // 2] = x[:, :, :1, :1]
+    return x.to(draw(dtypes))
+
+
+@st.composite
+def codecs(draw, head_dim: int, groups=(2, 4, 8, 16, 24, 32)):
+    """Codecs that fit heads of ``head_dim`` channels; never the identity."""
+    axis = draw(st.sampled_from(["channel", "token"]))
+    fitting = [g for g in groups if axis == "channel" or head_dim % g == 0]
+    return Codec(draw(st.sampled_from(BITS)), axis, draw(st.sampled_from(fitting)))
+
+
+@st.composite
+def tensor_plans(draw, head_dim: int):
+    """The identity, or a codec with a window and a flush."""
+    if draw(st.integers(0, 7)) == 0:
+        return TensorPlan()
+    codec = draw(codecs(head_dim, groups=(2, 4, 8)))
+    flush = codec.token_group * draw(st.integers(1, 4))
+    return TensorPlan(codec, Residency(draw(st.integers(0, 24)), flush))
+
+
+def steps(most: int = 6) -> st.SearchStrategy[list[int]]:
+    """Lengths of a prompt and of the steps after it: one token, several, further prompts."""
+    several = st.integers(2, MAX_STEP)
+    later = st.one_of(st.just(1), several, st.integers(MAX_STEP + 1, 40))
+    return st.tuples(st.integers(1, 40), st.lists(later, max_size=most)).map(
+        lambda x: [x[0], *x[1]]
+    )
+
+
+def rounded(x: Tensor, plan: TensorPlan, packed: int) -> Tensor:
+    """``x`` with its first ``packed`` tokens encoded and decoded."""
+    if plan.codec.identity:
+        return x
+    words, params = plan.codec.encode(x[:, :, :packed])
+    return torch.cat([plan.codec.decode(words, params, x.dtype), x[:, :, packed:]], dim=2)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN, or the largest integer (a NaN scale and minimum in params)."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

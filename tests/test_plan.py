@@ -1,0 +1,185 @@
+"""`Plan`: lookup, and files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from kvpass.cache.codec import Codec
+from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.errors import PlanError
+from kvpass.plan import LayerPlan, Plan
+from tests.strategies import tensor_plans
+
+LAYERS = st.builds(LayerPlan, tensor_plans(64), tensor_plans(64))
+PLANS = st.builds(
+    Plan, LAYERS, st.dictionaries(st.text(max_size=20), LAYERS, max_size=3), st.text()
+)
+KIVI = LayerPlan(
+    TensorPlan(Codec(2, "channel", 32), Residency(0, 128)),
+    TensorPlan(Codec(2, "token", 32), Residency(128, 1)),
+)
+
+
+def write(path, header, key="kvpass"):
+    save_file(
+        {}, str(path), metadata={key: header if isinstance(header, str) else json.dumps(header)}
+    )
+    return path
+
+
+@given(PLANS)
+def test_saved_plan_loads_back(plan):
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(f"{folder}/plan.safetensors")
+        assert Plan.load(f"{folder}/plan.safetensors") == plan
+
+
+def test_lookup_by_path_and_index():
+    other = LayerPlan()
+    plan = Plan(KIVI, {"model.layers.1.self_attn": other})
+    assert plan.layer("model.layers.1.self_attn") is other
+    assert plan.layer("model.layers.0.self_attn") is KIVI
+    assert plan.layer_at(1) is other
+    assert plan.layer_at(0) is KIVI
+    assert plan.layer_at(11) is KIVI
+
+
+def test_layer_plan_is_checked_against_the_heads():
+    plan = Plan(KIVI)
+    assert plan.layer_plan("a", 64, 64) is KIVI
+    with pytest.raises(PlanError) as caught:
+        plan.layer_plan("model.layers.0.self_attn", 64, 80)
+    assert str(caught.value) == (
+        "The values of layer 'model.layers.0.self_attn' cannot be stored as int2.token32: "
+        "group 32 does not divide head_dim 80."
+    )
+    with pytest.raises(PlanError) as caught:
+        plan.layer_plan("b", 20, 64)
+    assert str(caught.value) == (
+        "The keys of layer 'b' cannot be stored as int2.channel32: "
+        "head_dim 20 at 2 bits does not fill whole 16-bit words."
+    )
+
+
+def test_missing_file(tmp_path):
+    path = tmp_path / "none.safetensors"
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert str(caught.value) == f"Plan file '{path}' does not exist."
+
+
+def test_other_format(tmp_path):
+    path = write(tmp_path / "p", {"format": 2})
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert str(caught.value) == f"Plan file '{path}' has format 2; this version reads 1."
+
+
+GOOD = {"format": 1, "recipe": "r", "default": {"keys": "fp", "values": "fp"}, "layers": {}}
+DAMAGED = {
+    "not json": "{",
+    "a number": 3,
+    "a list": [1],
+    "null": None,
+    "no default": {k: v for k, v in GOOD.items() if k != "default"},
+    "no recipe": {k: v for k, v in GOOD.items() if k != "recipe"},
+    "default is text": {**GOOD, "default": "fp"},
+    "keys are missing": {**GOOD, "default": {"values": "fp"}},
+    "keys are a list": {**GOOD, "default": {"keys": ["fp"], "values": "fp"}},
+    "keys are a number": {**GOOD, "default": {"keys": 3, "values": "fp"}},
+    "layers is a list": {**GOOD, "layers": [1]},
+    "a layer is text": {**GOOD, "layers": {"a": "fp"}},
+    "unreadable plan": {**GOOD, "default": {"keys": "int2", "values": "fp"}},
+    "3 bits": {**GOOD, "default": {"keys": "int3.token32/window=0,flush=1", "values": "fp"}},
+    "group of 1": {**GOOD, "default": {"keys": "int2.token1/window=0,flush=1", "values": "fp"}},
+    "flush of 0": {**GOOD, "default": {"keys": "int2.token32/window=0,flush=0", "values": "fp"}},
+    "group over flush": {
+        **GOOD,
+        "default": {"keys": "int2.channel32/window=0,flush=16", "values": "fp"},
+    },
+}
+
+
+def one_sentence(message: str, path) -> bool:
+    return (
+        message.startswith(f"Plan file '{path}' ") and message.endswith(".") and "\n" not in message
+    )
+
+
+@pytest.mark.parametrize("header", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_header(tmp_path, header):
+    path = write(tmp_path / "p.safetensors", header)
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert one_sentence(str(caught.value), path), str(caught.value)
+
+
+def test_other_safetensors_file(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    save_file({"w": torch.zeros(2)}, str(path))
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert one_sentence(str(caught.value), path)
+
+
+class Bomb:
+    def __reduce__(self):
+        return pytest.fail, ("a plan file was unpickled",)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00", b"not a plan", b"\xff" * 64, pickle.dumps(Bomb())]
+)
+def test_other_files_are_refused_and_never_unpickled(tmp_path, content):
+    path = tmp_path / "p.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert one_sentence(str(caught.value), path)
+
+
+def test_folder_is_refused(tmp_path):
+    with pytest.raises(PlanError) as caught:
+        Plan.load(tmp_path)
+    assert one_sentence(str(caught.value), tmp_path)
+
+
+@given(st.data())
+def test_truncated_and_altered_files(data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "p.safetensors"
+        plan = Plan(KIVI, {"a.0": LayerPlan()}, "kivi-2bit")
+        plan.save(path)
+        content = bytearray(path.read_bytes())
+        size = len(content)
+        if data.draw(st.booleans()):
+            content = content[: data.draw(st.integers(0, len(content) - 1))]
+        else:
+            content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(
+                st.integers(0, 7)
+            )
+        path.write_bytes(bytes(content))
+        found = load_or_error(path)
+        # An altered name or number may still be a plan; a truncated file never is.
+        if isinstance(found, Plan):
+            assert len(content) == size
+            found.save(path)
+            assert Plan.load(path) == found
+        else:
+            assert one_sentence(str(found), path), str(found)
+
+
+def load_or_error(path: Path) -> Plan | PlanError:
+    try:
+        return Plan.load(path)
+    except PlanError as error:
+        return error

@@ -1,0 +1,196 @@
+"""The attention kernels in Triton's interpreter against dense attention in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowering.attention import attention, supports
+from tests.triton_templates.kernel_reference import (
+    dense_attention,
+    keys_like,
+    poison,
+    relative_error,
+)
+
+pytestmark = pytest.mark.interpreter
+
+# Relative error of the output, by the query's dtype.
+TOLERANCE = {
+    # Codes are exact; query times scale, and weight times scale, are rounded to fp16 (2**-11 each).
+    torch.float16: 1.5e-3,
+    # The output itself is rounded to bf16 (2**-9), on top of the above.
+    torch.bfloat16: 5e-3,
+    # Products over packed tokens still have fp16 operands.
+    torch.float32: 1.5e-3,
+}
+# Exact tokens of an fp32 model are multiplied in fp32.
+EXACT_FP32_TOLERANCE = 2e-6
+
+
+def kivi(bits: int) -> tuple[str, str]:
+    return f"int{bits}.channel32/window=0,flush=128", f"int{bits}.token32/window=128,flush=1"
+
+
+def states(plans, tokens, *, dim=64, heads=1, batch=1, dtype=torch.float16, steps=()):
+    """Poisoned keys and values after a prompt of ``tokens`` and ``steps`` of new tokens."""
+    made = []
+    for seed, plan in enumerate(plans):
+        state = torch.ops.kvpass.pack(keys_like(batch, heads, tokens, dim, dtype, seed), plan)
+        for i, n in enumerate(steps):
+            new = keys_like(batch, heads, n, dim, dtype, 10 + 2 * i + seed)
+            torch.ops.kvpass.append(state, new, plan)
+        made.append(poison(state, plan))
+    return made
+
+
+def check(plans, keys, values, q, mask=None, tolerance=None):
+    scale = q.shape[3] ** -0.5
+    arguments = (q, keys, values, mask, scale, *plans)
+    assert supports(*arguments) is None
+    got = attention(*arguments)
+    assert got.dtype == q.dtype
+    assert got.is_contiguous()
+    error = relative_error(got, dense_attention(*arguments))
+    assert error <= (tolerance or TOLERANCE[q.dtype]), error
+
+
+def query(batch, heads, n, dim, dtype=torch.float16, seed=99):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, heads, n, dim, generator=g).to(dtype)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("tokens", [1, 100, 127, 128, 129, 257, 2100])
+def test_kivi_at_every_kind_of_length(bits, tokens):
+    plans = kivi(bits)
+    check(plans, *states(plans, tokens), query(1, 4, 1, 64))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("steps", [(1,), (1, 1), (16,), (16, 16, 1)])
+def test_kivi_around_a_flush(bits, steps):
+    plans = kivi(bits)
+    check(plans, *states(plans, 255, dim=128, steps=steps), query(1, 4, 1, 128))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_identity(dtype, tokens):
+    tolerance = EXACT_FP32_TOLERANCE if dtype == torch.float32 else None
+    keys, values = states(("fp", "fp"), tokens, dtype=dtype)
+    check(("fp", "fp"), keys, values, query(1, 2, 1, 64, dtype), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kivi_in_other_dtypes(dtype):
+    plans = kivi(2)
+    keys, values = states(plans, 300, dim=128, dtype=dtype)
+    check(plans, keys, values, query(1, 4, 1, 128, dtype))
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ("int4.channel64/window=16,flush=64", "int2.token64/window=0,flush=1"),
+        ("int8.channel128/window=32,flush=128", "int4.token64/window=8,flush=16"),
+        ("int2.channel128/window=0,flush=128", "int8.token32/window=64,flush=8"),
+        ("int4.token32/window=40,flush=1", "int2.token32/window=8,flush=4"),
+        ("int2.token16/window=0,flush=1", "int4.token16/window=0,flush=1"),
+        ("int8.token16/window=5,flush=3", "int8.token16/window=7,flush=2"),
+        ("fp", "int4.token32/window=128,flush=1"),
+        ("int2.channel16/window=128,flush=16", "fp"),
+    ],
+    ids=str,
+)
+def test_pairs_of_formats(plans):
+    check(plans, *states(plans, 333, steps=(1, 5)), query(1, 4, 1, 64))
+
+
+@pytest.mark.parametrize(("dim", "plans"), [
+    (96, ("int4.channel32/window=0,flush=32", "int4.token32/window=16,flush=1")),
+    (80, ("int2.token80/window=0,flush=1", "int8.token40/window=16,flush=1")),
+])  # fmt: skip
+def test_head_dims_that_need_padding(dim, plans):
+    check(plans, *states(plans, 200, dim=dim), query(1, 2, 1, dim))
+
+
+def test_values_narrower_than_keys():
+    plans = kivi(4)
+    keys, _ = states(plans, 200, dim=128)
+    _, values = states(plans, 200, dim=64)
+    check(plans, keys, values, query(1, 4, 1, 128))
+
+
+@pytest.mark.parametrize(("heads", "n"), [(1, 1), (8, 1), (3, 3), (12, 1), (4, 4), (16, 1)])
+def test_query_rows(heads, n):
+    """From one query head on a KV head to 16 rows, with unused columns in between."""
+    plans = kivi(2)
+    causal = torch.ones(n, 200 + n, dtype=torch.bool).tril(200)[None, None]
+    keys, values = states(plans, 200, steps=(n,))
+    check(plans, keys, values, query(1, heads, n, 64), causal)
+
+
+def test_batch_and_kv_heads():
+    plans = kivi(4)
+    check(plans, *states(plans, 150, batch=2, heads=2), query(2, 4, 1, 64))
+
+
+def test_each_sequence_has_its_own_length():
+    plans = kivi(4)
+    short, long = states(plans, 140), states(plans, 255)
+    both = zip(short, long, strict=True)
+    both = [[torch.cat(pair) for pair in zip(a, b, strict=True)] for a, b in both]
+    q = query(2, 4, 1, 64)
+    got = attention(q, *both, None, 0.125, *plans)
+    for row, (keys, values) in enumerate((short, long)):
+        expected = dense_attention(q[row : row + 1], keys, values, None, 0.125, *plans)
+        assert relative_error(got[row : row + 1], expected) <= TOLERANCE[torch.float16]
+
+
+def masks() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(5)
+    visible = torch.rand(2, 4, 2, 180, generator=g) > 0.4
+    padding = torch.ones(2, 1, 1, 180, dtype=torch.bool)
+    padding[0, :, :, :150] = False
+    lowest = torch.zeros(2, 1, 2, 180, dtype=torch.float16)
+    lowest.masked_fill_(~padding, torch.finfo(torch.float16).min)
+    hidden_row = visible.clone()
+    hidden_row[1, 2, 1] = False
+    return {
+        "bool": visible,
+        "bool-padding": padding,
+        "bool-one-head": visible[:, :1],
+        "bool-hidden-row": hidden_row,
+        "additive": torch.randn(1, 4, 2, 180, generator=g),
+        "additive-lowest": lowest,
+        "additive-infinite": torch.where(visible, 0.0, float("-inf")),
+        "additive-transposed": torch.randn(1, 4, 180, 2, generator=g).transpose(2, 3),
+    }
+
+
+@pytest.mark.parametrize("name", masks())
+def test_masks(name):
+    plans = kivi(4)
+    keys, values = states(plans, 180, batch=2, heads=2)
+    check(plans, keys, values, query(2, 4, 2, 64), masks()[name])
+
+
+def test_a_query_that_is_a_transposed_view():
+    plans = kivi(4)
+    keys, values = states(plans, 180, heads=2)
+    q = query(1, 3, 4, 64).transpose(1, 2)
+    check(plans, keys, values, q)
+
+
+def test_large_keys_offset():
+    """Keys with a constant of 300 on some channels, as models with a key bias have.
+
+    Scores are then sums of large terms; the query must not lose bits before it meets the minimum.
+    """
+    plans = kivi(4)
+    keys = keys_like(1, 1, 256, 64, torch.float16)
+    keys[..., ::16] += 300
+    state = poison(torch.ops.kvpass.pack(keys, plans[0]), plans[0])
+    _, values = states(plans, 256)
+    check(plans, state, values, query(1, 4, 1, 64))

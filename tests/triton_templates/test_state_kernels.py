@@ -1,0 +1,93 @@
+"""The append and pack kernels in Triton's interpreter against the reference ops, bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lowering import append, pack
+from tests.triton_templates.kernel_reference import keys_like, poison, written
+
+pytestmark = pytest.mark.interpreter
+
+PLANS = [
+    "fp",
+    "int2.channel32/window=0,flush=128",
+    "int4.channel32/window=0,flush=128",
+    "int2.token32/window=128,flush=1",
+    "int4.token32/window=128,flush=1",
+    "int2.channel16/window=8,flush=32",
+    "int4.token16/window=5,flush=7",
+    "int8.token64/window=0,flush=3",
+]
+
+
+def assert_same(got, expected, plan):
+    for a, b in zip(written(got, plan), written(expected, plan), strict=True):
+        assert torch.equal(a, b)
+
+
+def special(x):
+    """Some groups constant, some values of a size that half precision saturates."""
+    x[:, :, ::7] = 0.75
+    x[..., 3] = -2.5
+    if x.dtype != torch.float16:
+        x[:, :, 1::5, 8] = 3e5
+        x[:, :, 1::5, 9] = -3e5
+    return x
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("tokens", [1, 131, 270])
+def test_pack(plan, tokens):
+    x = special(keys_like(1, 2, tokens, 64, torch.float16))
+    assert pack.supports(x, plan) is None
+    assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "plan", ["int4.channel32/window=0,flush=128", "int2.token24/window=9,flush=2"]
+)
+def test_pack_in_other_dtypes_and_head_dims(plan, dtype):
+    x = special(keys_like(2, 1, 140, 96 if "token24" not in plan else 192, dtype))
+    assert pack.supports(x, plan) is None
+    assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
+
+
+def test_pack_of_a_transposed_view():
+    x = keys_like(1, 150, 2, 64, torch.float16).transpose(1, 2)
+    plan = "int4.channel32/window=0,flush=128"
+    assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_random_steps(plan):
+    """Random step sizes up to the largest, across flushes and around the ring."""
+    chosen = random.Random(plan)
+    prompt = keys_like(1, 1, chosen.choice((1, 100, 127, 128, 200)), 64, torch.float16)
+    expected = poison(torch.ops.kvpass.pack(prompt, plan), plan)
+    got = [t.clone() for t in expected]
+    for step in range(14):
+        n = chosen.choice((1, 1, 2, 5, 16))
+        if int(expected[-1][0, -1]) + n > 256:
+            break
+        new = special(keys_like(1, 1, n, 64, torch.float16, step))
+        assert append.supports(got, new, plan) is None
+        torch.ops.kvpass.append(expected, new, plan)
+        append.append(got, new, plan)
+        assert_same(got, expected, plan)
+
+
+def test_append_to_several_sequences_and_heads():
+    plan = "int2.token32/window=4,flush=3"
+    x = keys_like(2, 3, 20, 64, torch.bfloat16)
+    expected = torch.ops.kvpass.pack(x, plan)
+    got = [t.clone() for t in expected]
+    for step in range(4):
+        new = keys_like(2, 2, 3, 64, torch.bfloat16, step).transpose(1, 2)
+        torch.ops.kvpass.append(expected, new, plan)
+        append.append(got, new, plan)
+        assert_same(got, expected, plan)

@@ -1,0 +1,174 @@
+"""Where a head's channels lie in packed words, as plain numbers that the templates unroll.
+
+*Words* are int16 ``[tokens, W]`` with ``W = D * bits / 16``: bits ``[j*bits, (j+1)*bits)`` of word
+``i`` hold the code of channel ``j*W + i`` (*channel plane* ``j``). A tile of words therefore holds
+every plane of its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+# Bits of a half's mantissa: that many bits of a word are exact as a subnormal number.
+_MANTISSA = 10
+# The narrowest operand of a tensor-core product of half-precision numbers.
+MIN_LANES = 16
+# Fewer words than this in a block would leave most lanes of a tensor-core product unused.
+_MIN_BLOCK = 8
+_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive channels at one position of consecutive words, in one group of channels.
+
+    Attributes:
+        index: position in `Layout.blocks`.
+        plane: channel plane.
+        chunk: which of the `Layout.chunks` of words.
+        channel: first channel.
+        shift: right shift after which the plane's bits lie in the mantissa of a half.
+        mask: the plane's bits after the shift; ``word >> shift & mask`` is ``code << position``.
+        position: of the code's lowest bit after the shift.
+        group: group of channels, for a codec with groups per token; 0 otherwise.
+    """
+
+    index: int
+    plane: int
+    chunk: int
+    channel: int
+    shift: int
+    mask: int
+    position: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One cache tensor as the templates see it.
+
+    Attributes:
+        head_dim: channels ``D``.
+        bits: 2, 4, 8, or 16 for tokens stored as they are.
+        axis: what shares a scale and a minimum: ``group`` consecutive tokens of a ``channel``, or
+            ``group`` consecutive channels of a ``token``.
+        group: see ``axis``; 0 for 16 bits.
+        ring: slots of the window of exact tokens; 0 for 16 bits.
+    """
+
+    head_dim: int
+    bits: int = 16
+    axis: Literal["channel", "token"] = "token"
+    group: int = 0
+    ring: int = 0
+
+    def __str__(self) -> str:
+        return "fp" if self.identity else f"int{self.bits}.{self.axis}{self.group}"
+
+    @property
+    def identity(self) -> bool:
+        """Tokens are stored as they are."""
+        return self.bits == 16
+
+    @property
+    def by_channel(self) -> bool:
+        """Groups are tokens of a channel."""
+        return not self.identity and self.axis == "channel"
+
+    @property
+    def levels(self) -> int:
+        """Largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def words(self) -> int:
+        """16-bit words that hold one token's codes."""
+        return self.head_dim * self.bits // 16
+
+    @property
+    def width(self) -> int:
+        """Words of a block: whole rows, or what also divides the groups of channels."""
+        if self.identity:
+            return self.head_dim
+        return self.words if self.by_channel else math.gcd(self.group, self.words)
+
+    @property
+    def chunks(self) -> int:
+        """Runs of `width` words in a token."""
+        return self.words // self.width
+
+    @property
+    def lanes(self) -> int:
+        """`width` rounded up to a power of two that tensor cores take."""
+        return max(MIN_LANES, _next_power_of_2(self.width))
+
+    @property
+    def padded(self) -> bool:
+        """Some lanes of a block hold no channel."""
+        return self.lanes != self.width
+
+    @property
+    def groups(self) -> int:
+        """Groups of channels in a token (1 if groups are tokens of a channel)."""
+        return 1 if self.identity or self.by_channel else self.head_dim // self.group
+
+    @property
+    def exact_lanes(self) -> int:
+        """The channels of an exact token, rounded up to a power of two."""
+        return max(MIN_LANES, _next_power_of_2(self.head_dim))
+
+    @property
+    def exact_padded(self) -> bool:
+        """Some of the `exact_lanes` hold no channel."""
+        return self.exact_lanes != self.head_dim
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of a packed token, by chunk, then by plane; none for 16 bits."""
+        if self.identity:
+            return ()
+        per_shift = max(1, _MANTISSA // self.bits)
+        made: list[Block] = []
+        for chunk in range(self.chunks):
+            for plane in range(16 // self.bits):
+                shift = plane // per_shift * per_shift * self.bits
+                position = plane * self.bits - shift
+                channel = plane * self.words + chunk * self.width
+                group = 0 if self.by_channel else channel // self.group
+                mask = self.levels << position
+                made.append(Block(len(made), plane, chunk, channel, shift, mask, position, group))
+        return tuple(made)
+
+    @property
+    def middle(self) -> int:
+        """Half of the highest `Block.position`: what scaled operands are centred on."""
+        return max(block.position for block in self.blocks) // 2
+
+    def misfit(self) -> str | None:
+        """Why the kernels cannot work on this layout, or None."""
+        if self.head_dim > _MAX_HEAD_DIM:
+            return f"head_dim {self.head_dim} is more than {_MAX_HEAD_DIM}"
+        if self.identity:
+            return None
+        if self.head_dim * self.bits % 16:
+            return f"head_dim {self.head_dim} at {self.bits} bits does not fill whole 16-bit words"
+        if self.by_channel:
+            if self.group < MIN_LANES or self.group & (self.group - 1):
+                return (
+                    f"a group of {self.group} tokens is not a power of two of at least {MIN_LANES}"
+                )
+        elif self.head_dim % self.group:
+            return f"group {self.group} does not divide head_dim {self.head_dim}"
+        if self.width < _MIN_BLOCK:
+            return (
+                f"{self} at head_dim {self.head_dim} splits its {self.words} words a token into "
+                f"runs of {self.width}; at least {_MIN_BLOCK} are needed"
+            )
+        return None
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
