@@ -65,7 +65,7 @@ def source_name(node: fx.Node) -> str:
 def copy_source(old: fx.Node, new: fx.Node) -> None:
     """Gives ``new`` the source of ``old``: AOTAutograd asks every placeholder for one."""
     if hasattr(old, "_dynamo_source"):
-        new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+        new._dynamo_source = old._dynamo_source
 
 
 def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:

@@ -30,18 +30,17 @@ class OracleLayer(DynamicLayer):
         """Appends ``[B, H, n, D]`` and returns what attention reads in this step."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys, keys = self._extend("keys", self.keys, key_states)
-        self.values, values = self._extend("values", self.values, value_states)
-        return keys, values
+        return self._extend("keys", key_states), self._extend("values", value_states)
 
-    def _extend(self, name: str, stored: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode steps round what was due before them; a prefill attends exactly and rounds
-        then."""
+    def _extend(self, name: str, new: Tensor) -> Tensor:
+        """A decode step rounds what was due before it; a prefill attends exactly, then rounds."""
+        stored: Tensor = getattr(self, name)
         decode_step = stored.numel() > 0 and new.shape[2] <= MAX_STEP
         if decode_step:
             stored = self._round_due(name, stored)
         attended = torch.cat([stored, new], dim=2)
-        return (attended if decode_step else self._round_due(name, attended)), attended
+        setattr(self, name, attended if decode_step else self._round_due(name, attended))
+        return attended
 
     def _round_due(self, name: str, stored: Tensor) -> Tensor:
         plan: TensorPlan = getattr(self.plan, name)

@@ -76,7 +76,8 @@ def attention_sizes(
         columns=columns,
         splits=_splits(min(tile, group), pairs, capacity, device),
         edge_splits=max(1, exact // _EDGE_TOKENS),
-        warps=_power_of_2(v.head_dim * v.bits // 256, 1, 4),
+        # Twice the columns take twice the registers of a warp.
+        warps=_power_of_2(v.head_dim * v.bits * columns // 2048, 1, 4),
     )
 
 

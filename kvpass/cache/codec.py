@@ -173,7 +173,7 @@ def split_params(params: Tensor) -> tuple[Tensor, Tensor]:
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """int16 words ``[..., D*bits/16]`` from int32 codes ``[..., D]``: plane ``j`` is channels
     ``j*W ...``."""
-    planes = codes.view(*codes.shape[:-1], 16 // bits, -1)
+    planes = codes.view(*codes.shape[:-1], 16 // bits, codes.shape[-1] * bits // 16)
     words = planes[..., 0, :].clone()
     for j in range(1, 16 // bits):
         words |= planes[..., j, :] << (j * bits)

@@ -103,7 +103,7 @@ class FakeDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-def test_kernels_are_inlined_and_only_written_tensors_count_as_mutated():
+def test_kernels_are_inlined_and_only_written_tensors_count_as_mutated(monkeypatch):
     mode, graphs = FakeTensorMode(), []
 
     def keep(module, _):
@@ -113,13 +113,10 @@ def test_kernels_are_inlined_and_only_written_tensors_count_as_mutated():
     graph = decode_graph(mode)
     lower(graph)
     inputs = [n.meta["example_value"] for n in graph.nodes if n.op == "placeholder"]
-    triton.runtime.driver.set_active(FakeDriver())
-    try:
-        with torch.no_grad(), tracing(TracingContext(mode)):
-            module = torch.fx.GraphModule({}, graph)
-            aot_module_simplified(module, inputs, fw_compiler=keep, inference_compiler=keep)
-    finally:
-        triton.runtime.driver.reset_active()
+    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        module = torch.fx.GraphModule({}, graph)
+        aot_module_simplified(module, inputs, fw_compiler=keep, inference_compiler=keep)
     launches = [n for n in graphs[0].graph.nodes if "triton_kernel_wrapper" in str(n.target)]
     assert [n.kwargs["tensors_to_clone"] for n in launches] == [
         *[["codes", "params", "window"], ["ends"]] * 2,

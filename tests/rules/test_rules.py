@@ -66,7 +66,7 @@ def test_registering_a_name_again_replaces_the_rule():
 def test_multi_query_at_2_bits_is_warned_of():
     kivi = recipe("kivi-2bit")
     assert kivi.concern(4, 1) == (
-        "kivi-2bit on multi-query attention (one KV head) loses accuracy; KIVI advises 4 bits"
+        "kivi-2bit loses accuracy with one KV head (multi-query); KIVI advises 4 bits"
     )
     assert kivi.concern(1, 1) is None
     assert kivi.concern(4, 2) is None

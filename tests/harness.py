@@ -1,0 +1,58 @@
+"""Running models step by step, and counting what Dynamo compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import kvpass
+import kvpass.backend
+
+
+def compiled(model: Any, recipe: Any, inner: str = "eager", **options: Any) -> Any:
+    """A copy of ``model`` that runs through kvpass."""
+    twin = copy.deepcopy(model)
+    twin.compile(backend="kvpass", options={"recipe": recipe, "inner": inner, **options})
+    return twin
+
+
+def run_steps(
+    model: Any, ids: Tensor, lengths: Sequence[int], mask: Tensor | None = None, cache: Any = None
+) -> tuple[Tensor, Any]:
+    """Logits ``[B, T, V]`` of ``ids`` fed in steps of these lengths, and the cache."""
+    logits, position = [], 0
+    with torch.no_grad():
+        for n in lengths:
+            end = position + n
+            out = model(
+                ids[:, position:end],
+                attention_mask=None if mask is None else mask[:, :end],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits.append(out.logits)
+            cache, position = out.past_key_values, end
+    return torch.cat(logits, dim=1), cache
+
+
+def graphs_compiled() -> int:
+    """Graphs that Dynamo has compiled since its last reset."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def left_padding(lengths: Sequence[int], total: int) -> Tensor:
+    """Attention mask ``[B, total]`` of sequences that end together."""
+    mask = torch.ones(len(lengths), total, dtype=torch.long)
+    for row, pad in enumerate(lengths):
+        mask[row, :pad] = 0
+    return mask
+
+
+def oracle(model: Any, recipe: kvpass.Recipe) -> Any:
+    """The oracle's cache for ``model``."""
+    return kvpass.oracle_cache(recipe.plan(model.config), model.config)

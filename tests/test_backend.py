@@ -1,0 +1,246 @@
+"""What the backend refuses, warns of and survives."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import kvpass
+import kvpass.backend
+import kvpass.rules
+from kvpass import PackedKV, explain, recipe
+from kvpass.errors import OptionError, PlanError, StaleHandleError, UnmatchedGraphError
+from tests.harness import compiled, oracle, run_steps
+from tests.models import prompt, tiny_model
+from tests.tolerances import logits
+
+KIVI = recipe("kivi-2bit", residual=32)
+
+
+def bad(**options: Any) -> Any:
+    twin = tiny_model("llama")
+    twin.compile(backend="kvpass", options={"inner": "eager", **options})
+    return run_steps(twin, prompt(1, 8), [8])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        (
+            {"recipe": "kivi2bit"},
+            OptionError,
+            "Unknown recipe 'kivi2bit'. Did you mean 'kivi-2bit'",
+        ),
+        ({"bit": 2}, OptionError, "Unknown option 'bit'. Did you mean 'bits'?"),
+        ({"bits": 5}, OptionError, "bits=5 is not supported; allowed: 2, 4, 8"),
+        ({"inner": "tvm"}, OptionError, "Unknown inner compiler 'tvm'."),
+        ({"strict": 1}, OptionError, "strict=1 is not supported; allowed: True, False."),
+        ({"group": 48}, PlanError, "does not divide the residual of 128 tokens"),
+        ({"group": 64}, PlanError, "group 64 does not divide head_dim 16"),
+    ],
+)
+def test_bad_options_are_one_sentence(
+    options: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error) as caught:
+        bad(**options)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value).split("\n\nSet TORCHDYNAMO_VERBOSE")[0].strip()
+
+
+def test_a_bad_option_loses_nothing() -> None:
+    twin = compiled(tiny_model("llama"), KIVI)
+    ids = prompt(1, 41)
+    _, cache = run_steps(twin, ids, [40])
+    other = compiled(tiny_model("llama"), "no such recipe")
+    with pytest.raises(OptionError):
+        run_steps(other, ids[:, 40:], [1], cache=cache)
+    assert cache.layers[0].keys.shape[2] == 40
+    run_steps(twin, ids[:, 40:], [1], cache=cache)
+
+
+def sliding_model() -> Any:
+    config = AutoConfig.for_model(
+        "mistral",
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        sliding_window=16,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_an_unmatched_graph_runs_unchanged_and_says_so() -> None:
+    model = sliding_model()
+    ids = prompt(1, 40)
+    wanted, _ = run_steps(model, ids, [30] + [1] * 10)
+    twin = compiled(model, KIVI)
+    got, cache = run_steps(twin, ids, [30] + [1] * 10)
+    assert not isinstance(cache.layers[0].keys, PackedKV)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32)
+    assert "runs unchanged" in str(explain(twin))
+
+
+def test_strict_raises_where_a_graph_cannot_be_rewritten() -> None:
+    twin = compiled(sliding_model(), KIVI, strict=True)
+    with pytest.raises(UnmatchedGraphError, match="strict is set"):
+        run_steps(twin, prompt(1, 30), [30])
+
+
+def test_gradients_refuse_packing() -> None:
+    twin = compiled(tiny_model("llama"), KIVI)
+    ids = prompt(1, 20)
+    with pytest.warns(UserWarning, match="gradients are enabled"):
+        out = twin(ids, use_cache=True, labels=ids)
+    assert not isinstance(out.past_key_values.layers[0].keys, PackedKV)
+    out.loss.backward()
+    assert twin.model.layers[0].self_attn.k_proj.weight.grad is not None
+
+
+def test_a_stale_handle_raises_and_a_clone_lives_on() -> None:
+    twin = compiled(tiny_model("llama"), KIVI)
+    ids = prompt(1, 50)
+    _, cache = run_steps(twin, ids[:, :40], [40])
+    old, copy = cache.layers[0].keys, cache.layers[0].keys.clone()
+    before = copy.decode()
+    run_steps(twin, ids[:, 40:], [1] * 10, cache=cache)
+    with pytest.raises(StaleHandleError, match="40 tokens is stale"):
+        old.decode()
+    assert torch.equal(copy.decode(), before)
+    cache.layers[0].keys = old
+    with pytest.raises(StaleHandleError):
+        run_steps(twin, ids[:, :1], [1], cache=cache)
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", [1, 16, 40])
+@pytest.mark.parametrize("name", ["fp", "kivi-2bit"])
+def test_a_failed_step_leaves_the_cache_as_it_was(
+    name: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inner graph breaks after some layers have been extended; the retry answers as if nothing had."""
+    chosen = KIVI if name != "fp" else recipe("fp")
+    armed = [False]
+    compile_inner = kvpass.backend.compile_inner
+
+    class Interrupted(torch.fx.Interpreter):
+        appended = 0
+
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is torch.ops.kvpass.append.default:
+                self.appended += 1
+                if armed[0] and self.appended == 4:
+                    raise Broken
+            return super().call_function(target, args, kwargs)
+
+    def breaking(module: Any, *rest: Any) -> Any:
+        compile_inner(module, *rest)
+        return lambda *args: Interrupted(module).run(*args)
+
+    monkeypatch.setattr(kvpass.backend, "compile_inner", breaking)
+    model = tiny_model("llama")
+    twin = compiled(model, chosen)
+    steps = [64, 1, 1, step, 1]
+    ids = prompt(1, sum(steps))
+    wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
+    _, cache = run_steps(twin, ids[:, :66], steps[:3])
+    armed[0] = True
+    with pytest.raises(Broken):
+        run_steps(twin, ids[:, 66 : 66 + step], [step], cache=cache)
+    armed[0] = False
+    got, _ = run_steps(twin, ids[:, 66:], steps[3:], cache=cache)
+    assert (got - wanted[:, 66:]).abs().max().item() <= logits(torch.float32)
+
+
+def test_without_a_compiler_the_graph_runs_with_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import exc
+
+    def missing(*_: Any) -> Any:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(kvpass.backend, "compile_inductor", missing)
+    model = tiny_model("llama")
+    ids = prompt(1, 50)
+    wanted, _ = run_steps(model, ids, [40] + [1] * 10, None, oracle(model, KIVI))
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found"):
+        got, _ = run_steps(compiled(model, KIVI, inner="inductor"), ids, [40] + [1] * 10)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32)
+
+
+def test_multi_query_attention_is_advised_to_use_four_bits() -> None:
+    twin = compiled(tiny_model("falcon"), "kivi-2bit")
+    with pytest.warns(UserWarning, match="KIVI advises 4 bits"):
+        run_steps(twin, prompt(1, 20), [20])
+
+
+def test_a_plan_is_accepted_and_a_filled_cache_keeps_its_own() -> None:
+    model = tiny_model("llama")
+    ids = prompt(1, 60)
+    plan = KIVI.plan(model.config)
+    _, cache = run_steps(compiled(model, plan), ids, [40])
+    _, cache = run_steps(compiled(model, "fp"), ids[:, 40:], [1] * 20, cache=cache)
+    assert cache.layers[0].keys.plan == plan.default.keys
+
+
+def test_explain_before_any_call() -> None:
+    twin = compiled(tiny_model("llama"), KIVI)
+    assert "has compiled no graph" in str(explain(twin))
+
+
+def test_explain_shows_graphs_and_saves_them(tmp_path: Any) -> None:
+    twin = compiled(tiny_model("llama"), KIVI)
+    _, cache = run_steps(twin, prompt(1, 50), [40] + [1] * 10)
+    shown = explain(twin)
+    assert [g.kind for g in shown.graphs] == ["prefill", "decode"]
+    text = str(shown)
+    for part in (
+        "quantize_cache",
+        "fuse_attention",
+        "int2.channel32",
+        "attention: aten",
+        "50 tokens",
+    ):
+        assert part in text
+    assert "kvpass_ops_logical_attention" in shown.graphs[1].after.print_readable(
+        print_output=False
+    )
+    assert "logical" not in shown.graphs[1].before.print_readable(print_output=False)
+    names = {path.name for path in shown.save(tmp_path)}
+    assert "explain.txt" in names
+    assert any(name.endswith("_after.py") for name in names)
+    del cache
+
+
+def test_silent_decompression_is_told() -> None:
+    """The decode graph's attention is unknown: the cache goes back to plain, with a warning."""
+    model = tiny_model("llama")
+    twin = compiled(model, KIVI)
+    ids = prompt(1, 50)
+    _, cache = run_steps(twin, ids[:, :40], [40])
+    rules = kvpass.rules.RULES
+    saved = list(rules)
+    try:
+        rules[:] = []
+        torch._dynamo.reset()
+        with pytest.warns(UserWarning, match="goes back to 32 bits"):
+            run_steps(twin, ids[:, 40:41], [1], cache=cache)
+    finally:
+        rules[:] = saved
+    assert not isinstance(cache.layers[0].keys, PackedKV)
+
+
+def test_no_warning_when_everything_fits() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run_steps(compiled(tiny_model("llama"), KIVI), prompt(1, 50), [40] + [1] * 10)

@@ -1,0 +1,98 @@
+"""compiled(model) equals eager(model, oracle cache), for every family, form of attention and recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvpass import PackedKV, recipe
+from tests.harness import compiled, left_padding, oracle, run_steps
+from tests.models import FAMILIES, prompt, tiny_model
+from tests.tolerances import logits
+
+RECIPES = {
+    "fp": recipe("fp"),
+    "kivi-4bit": recipe("kivi-4bit", group=16, residual=16),
+    "kivi-2bit": recipe("kivi-2bit", group=16, residual=16),
+}
+# The window crosses two flushes of keys and packs a value token a step.
+STEPS = [70] + [1] * 20
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["single", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:kvpass.*multi-query")
+def test_logits_equal_the_oracles(
+    family: str, attention: str, dtype: torch.dtype, padded: bool
+) -> None:
+    model = tiny_model(family, attention=attention, dtype=dtype)
+    batch, total = (3, sum(STEPS)) if padded else (1, sum(STEPS))
+    ids = prompt(batch, total)
+    mask = left_padding([20, 3, 0], total) if padded else None
+    visible = torch.ones(batch, total, dtype=torch.bool) if mask is None else mask.bool()
+    plain, _ = run_steps(model, ids, STEPS, mask, DynamicCache(config=model.config))
+    for name, chosen in RECIPES.items():
+        torch._dynamo.reset()
+        wanted, _ = run_steps(model, ids, STEPS, mask, oracle(model, chosen))
+        got, cache = run_steps(compiled(model, chosen), ids, STEPS, mask)
+        assert all(isinstance(t, PackedKV) for x in cache.layers for t in (x.keys, x.values)), name
+        error = (got - wanted)[visible].abs().max().item()
+        assert error <= logits(dtype), f"{name}: {error}"
+        effect = (wanted - plain)[visible].abs().max().item()
+        # A recipe that changed nothing would make the comparison empty.
+        assert effect == 0 if name == "fp" else effect > 10 * LOWEST[dtype], f"{name}: {effect}"
+
+
+# What float32 and bf16 rounding alone can do to these logits; packing must do visibly more.
+LOWEST = {torch.float32: 1e-4, torch.bfloat16: 2e-3}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["single", "padded"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_chats_and_small_steps(name: str, attention: str, padded: bool) -> None:
+    """A second prompt on a filled cache, steps of several tokens, and the window's borders."""
+    steps = [40, 1, 1, 5, 16, 1, 33, 1, 17, 3, 1]
+    model = tiny_model("llama", attention=attention)
+    batch, total = (3, sum(steps)) if padded else (1, sum(steps))
+    ids = prompt(batch, total, seed=1)
+    mask = left_padding([20, 3, 0], total) if padded else None
+    visible = torch.ones(batch, total, dtype=torch.bool) if mask is None else mask.bool()
+    wanted, _ = run_steps(model, ids, steps, mask, oracle(model, RECIPES[name]))
+    got, cache = run_steps(compiled(model, RECIPES[name]), ids, steps, mask)
+    assert isinstance(cache.layers[0].keys, PackedKV)
+    assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33])
+def test_short_first_prompts(length: int) -> None:
+    """Contexts of at most the residual, with grouped queries."""
+    model, chosen = tiny_model("llama"), RECIPES["kivi-2bit"]
+    steps = [length] + [1] * 5
+    ids = prompt(1, sum(steps))
+    wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
+    got, _ = run_steps(compiled(model, chosen), ids, steps)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32)
+
+
+def test_inductor_equals_the_oracle() -> None:
+    """The same through the default inner compiler."""
+    model, chosen = tiny_model("qwen2"), RECIPES["kivi-2bit"]
+    ids = prompt(1, sum(STEPS))
+    wanted, _ = run_steps(model, ids, STEPS, None, oracle(model, chosen))
+    got, _ = run_steps(compiled(model, chosen, inner="inductor"), ids, STEPS)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32)
+
+
+def test_a_plain_cache_is_packed_on_the_way() -> None:
+    """A prompt read without kvpass goes on packed."""
+    model, chosen = tiny_model("llama"), RECIPES["fp"]
+    ids = prompt(1, 60)
+    wanted, _ = run_steps(model, ids, [50] + [1] * 10)
+    _, cache = run_steps(model, ids[:, :50], [50])
+    got, cache = run_steps(compiled(model, chosen), ids[:, 50:], [1] * 10, cache=cache)
+    assert isinstance(cache.layers[0].keys, PackedKV)
+    assert (got - wanted[:, 50:]).abs().max().item() <= logits(torch.float32)

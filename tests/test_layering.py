@@ -1,0 +1,148 @@
+"""The law of imports, read from the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("kvpass", "lowering", "triton_templates")
+FILES = {
+    str(p.relative_to(ROOT)): p for name in PACKAGES for p in sorted((ROOT / name).rglob("*.py"))
+}
+
+
+def guarded(node: ast.AST) -> bool:
+    test = getattr(node, "test", None)
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", None)
+    return isinstance(node, ast.If) and name == "TYPE_CHECKING"
+
+
+def imported(tree: ast.AST, types: bool = True) -> Iterator[str]:
+    """Dotted names that a file imports; ``types``: also those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif guarded(node) and not types:
+            yield from imported(ast.Module(node.orelse, []), types)
+        else:
+            yield from imported(node, types)
+
+
+def imports_of(package: str, **options: bool) -> dict[str, set[str]]:
+    return {
+        name: set(imported(ast.parse(path.read_text()), **options))
+        for name, path in FILES.items()
+        if name.split("/")[0] == package
+    }
+
+
+def top(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_reader_of_imports():
+    source = """
+import a.b
+from c import d
+if TYPE_CHECKING:
+    import e
+else:
+    import f
+def g():
+    from h.i import j
+"""
+    assert set(imported(ast.parse(source))) == {"a.b", "c.d", "e", "f", "h.i.j"}
+    assert set(imported(ast.parse(source), types=False)) == {"a.b", "c.d", "f", "h.i.j"}
+    assert len(FILES) > 20
+
+
+def test_templates_import_no_sibling():
+    found = imports_of("triton_templates")
+    assert [
+        f for f, names in found.items() if {top(n) for n in names} & {"kvpass", "lowering"}
+    ] == []
+
+
+def test_lowering_imports_ops_cache_and_errors_only():
+    allowed = ("kvpass.ops.", "kvpass.cache.", "kvpass.errors.")
+    strange = {
+        (file, name)
+        for file, names in imports_of("lowering").items()
+        for name in names
+        if top(name) == "kvpass" and not f"{name}.".startswith(allowed)
+    }
+    assert strange == set()
+
+
+def test_one_file_of_kvpass_imports_lowering():
+    found = imports_of("kvpass", types=False)
+    users = [file for file, names in found.items() if "lowering" in {top(n) for n in names}]
+    assert users == ["kvpass/backend.py"]
+
+
+def private(name: str) -> bool:
+    return top(name) == "torch" and any(part.startswith("_") for part in name.split(".")[1:])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_private_torch_is_imported_in_one_file(package):
+    users = {
+        (file, name)
+        for file, names in imports_of(package).items()
+        for name in names
+        if private(name) and file != "kvpass/_torch.py"
+    }
+    assert users == set()
+
+
+def private_attributes(tree: ast.AST) -> Iterator[str]:
+    """``torch._x``, ``torch.utils._x`` ... written out in code."""
+    for node in ast.walk(tree):
+        names, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            names.append(inner.attr)
+            inner = inner.value
+        if isinstance(inner, ast.Name) and inner.id == "torch":
+            dotted = ".".join(["torch", *reversed(names)])
+            if private(dotted):
+                yield dotted
+
+
+def test_private_torch_is_read_in_one_file():
+    users = {
+        (file, name)
+        for file, path in FILES.items()
+        if file != "kvpass/_torch.py"
+        for name in private_attributes(ast.parse(path.read_text()))
+    }
+    assert users == set()
+
+
+@pytest.mark.parametrize("package", ["kvpass", "triton_templates"])
+def test_importing_the_package_does_not_import_torch(package):
+    code = f"import sys, {package}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_public_names_exist():
+    code = (
+        "import kvpass\n"
+        "for name in kvpass.__all__:\n"
+        "    assert getattr(kvpass, name) is not None, name\n"
+        "try:\n"
+        "    kvpass.nothing\n"
+        "except AttributeError as error:\n"
+        "    assert str(error) == \"module 'kvpass' has no attribute 'nothing'\"\n"
+        "else:\n"
+        "    raise SystemExit(1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

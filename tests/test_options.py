@@ -1,0 +1,117 @@
+"""``torch.compile(options=...)``: what is allowed, and the sentence for everything else."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpass.cache.codec import Codec
+from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.errors import KvpassError, OptionError, PlanError, unknown
+from kvpass.options import Options, parse_options
+from kvpass.plan import LayerPlan, Plan
+from kvpass.recipes import DEFAULT, RECIPES, Fp, Kivi, recipe
+
+
+def test_defaults():
+    assert parse_options(None) == parse_options({}) == Options(recipe(DEFAULT), False, "inductor")
+    assert DEFAULT in RECIPES
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_by_name(name):
+    assert parse_options({"recipe": name}).planner == recipe(name)
+    assert recipe(name).name == name
+
+
+def test_everything_at_once():
+    options = {"recipe": "kivi-2bit", "group": 16, "residual": 64, "strict": True, "inner": "eager"}
+    before = dict(options)
+    expected = Kivi(bits=2, group=16, residual=64)
+    assert parse_options(options) == Options(expected, True, "eager")
+    assert options == before
+
+
+def test_recipe_objects_and_plans():
+    assert parse_options({"recipe": Kivi(bits=8), "residual": 32}).planner == Kivi(8, residual=32)
+    assert parse_options({"recipe": Fp()}).planner == Fp()
+    plan = Plan(LayerPlan(TensorPlan(Codec(2, "channel", 32), Residency(0, 128))))
+    assert parse_options({"recipe": plan, "strict": True}).planner is plan
+
+
+KNOWN = "Allowed: bits, group, inner, recipe, residual, strict."
+REFUSED = [
+    (
+        {"recipe": "kivi-3bit"},
+        "Unknown recipe 'kivi-3bit'. Did you mean 'kivi-4bit' or 'kivi-2bit'? "
+        "Allowed: fp, kivi-2bit, kivi-4bit.",
+    ),
+    ({"recipe": "zz"}, "Unknown recipe 'zz'. Allowed: fp, kivi-2bit, kivi-4bit."),
+    (
+        {"recipe": 3},
+        "recipe=3 is not supported; allowed: a Recipe, a Plan, or one of fp, kivi-2bit, kivi-4bit.",
+    ),
+    ({"grup": 32}, f"Unknown option 'grup'. Did you mean 'group'? {KNOWN}"),
+    ({"zz": 1}, f"Unknown option 'zz'. {KNOWN}"),
+    (
+        {"recipe": "fp", "bits": 2},
+        "Unknown option 'bits'. Allowed: inner, recipe, strict.",
+    ),
+    ({"strict": 1}, "strict=1 is not supported; allowed: True, False."),
+    (
+        {"inner": "inducter"},
+        "Unknown inner compiler 'inducter'. Did you mean 'inductor'? Allowed: eager, inductor.",
+    ),
+    (
+        {"recipe": Plan(), "bits": 2, "group": 8},
+        "A Plan takes no further options, but got bits, group; allowed with a Plan: inner, strict.",
+    ),
+    ({"bits": 3}, "bits=3 is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),
+    ({"bits": "2"}, "bits='2' is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),
+    ({"group": 1}, "group=1 is not supported; allowed: a whole number of at least 2."),
+    ({"group": 2.5}, "group=2.5 is not supported; allowed: a whole number of at least 2."),
+    ({"residual": 0}, "residual=0 is not supported; allowed: a positive number of tokens."),
+    ({"residual": None}, "residual=None is not supported; allowed: a positive number of tokens."),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(o) for o, _ in REFUSED])
+def test_refusals(options, message):
+    with pytest.raises(OptionError) as caught:
+        parse_options(options)
+    assert str(caught.value) == message
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_group_that_does_not_divide_the_residual():
+    with pytest.raises(PlanError) as caught:
+        parse_options({"group": 24})
+    assert str(caught.value) == (
+        "group 24 of int4.channel24 does not divide the residual of 128 tokens "
+        "that are packed at a time."
+    )
+
+
+@pytest.mark.parametrize("bits", [2.0, 4.0])
+def test_bits_are_whole_numbers(bits):
+    with pytest.raises(OptionError):
+        parse_options({"bits": bits})
+
+
+def test_unknown_field_of_a_recipe():
+    with pytest.raises(OptionError) as caught:
+        recipe("kivi-2bit", bitts=2)
+    assert str(caught.value) == (
+        "Unknown option of recipe 'kivi-2bit': 'bitts'. Did you mean 'bits'? "
+        "Allowed: bits, group, residual."
+    )
+    with pytest.raises(OptionError) as caught:
+        recipe("fp", bits=2)
+    assert str(caught.value) == "Unknown option of recipe 'fp': 'bits'. Allowed: (none)."
+
+
+def test_sentence_names_at_most_three_close_names():
+    assert unknown("thing", "aaaa", ["aaab", "aaac", "aaad", "aaae", "zzzz"]) == (
+        "Unknown thing 'aaaa'. Did you mean 'aaae' or 'aaad' or 'aaac'? "
+        "Allowed: aaab, aaac, aaad, aaae, zzzz."
+    )
+    assert issubclass(OptionError, KvpassError)
