@@ -179,8 +179,11 @@ def _attention(node: Node, sites: Sites) -> AttentionSite | Miss | None:
         return None
     found: dict[str, Any] = {}
     miss = FORMS[form].match(node, found)
-    if miss is None and not (found["keys"] in sites.updates and found["values"] in sites.updates):
-        miss = Miss("attention does not read keys and values that the cache keeps", node)
+    if miss is None:
+        strange = [name for name in ("keys", "values") if found[name] not in sites.updates]
+        if strange:
+            source = found[strange[0]]
+            miss = Miss(f"{strange[0]} come from {op_name(source)}, not from a cache update", source)
     if miss is not None:
         return miss if reads_update(node, sites) else None
     causal = form == "sdpa" and bool(argument(node, "is_causal"))

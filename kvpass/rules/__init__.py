@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpass.graph.pattern import Miss
-from kvpass.graph.sites import module_path
+from kvpass.graph.sites import find_sites, module_path
 from kvpass.rules.base import Context as Context
 from kvpass.rules.base import Event as Event
 from kvpass.rules.base import Rule as Rule
@@ -38,4 +38,7 @@ def apply_rules(context: Context) -> list[Event]:
             else:
                 detail = rule.rewrite(node, found, context)
                 events.append(Event(rule.name, name, path, True, detail))
+        if not context.packed and any(e.rule == rule.name and e.fired for e in events):
+            # A rule that came first may have brought the graph into a known form.
+            context.sites = find_sites(context.graph)
     return events

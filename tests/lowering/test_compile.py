@@ -16,7 +16,7 @@ PRESETS = {
     "kivi-2bit": ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
     "kivi-4bit": ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
 }
-# Each head dimension and each generation once: a 2-bit attention takes Triton up to 15 s to compile.
+# Each head dimension and each generation once: 2-bit attention takes Triton 15 s to compile.
 TARGETS = [(64, 80), (128, 90)]
 # The most that a thread can have.
 MOST_REGISTERS = 255
