@@ -11,6 +11,7 @@ Run ``python examples/train_small_model.py`` from the root of the repository.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import hashlib
 import math
@@ -37,7 +38,7 @@ MAX_POSITIONS = 2048
 HEAD_DIM = 64
 ROPE_THETA = 100_000.0
 BOS = "<s>"
-# The curriculum: sequences grow to the next length once recall is learned at the present one.
+# The curriculum: as soon as recall is learned at the longest length so far, the next one joins.
 LENGTHS = (48, 128, 384, 1024, 2048)
 LEARNED = 0.25  # nats per answer token, a running mean over some 30 steps
 # Pieces that tokens never cross: an assignment sign, one digit, a word, signs, white space.
@@ -213,6 +214,7 @@ class TrainingData:
 
         self.tokenizer = tokenizer
         self.rng = random.Random(seed)
+        self.n_seen = 0  # tokens in all batches made so far
         files = (tokenizer.encode(text, verbose=False) for text in texts)
         self.ids: np.ndarray[Any, Any] = np.concatenate([np.array(f, np.uint16) for f in files])
         self.lines = [line for text in texts for line in text.splitlines(keepends=True)]
@@ -255,6 +257,7 @@ class TrainingData:
             tokens, weight = (self.recall if is_recall[row] else self.text)(length)
             ids[row, : len(tokens)] = torch.tensor(tokens)
             weights[row, : len(weight)] = torch.tensor(weight)
+        self.n_seen += ids.numel()
         return ids, weights / weights.sum(1, keepdim=True), is_recall
 
 
@@ -386,9 +389,7 @@ def save(model: Any, tokenizer: Any, out: Path) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
-        half = type(model)(model.config).to(torch.bfloat16)
-        half.load_state_dict(model.state_dict())
-        half.save_pretrained(folder)
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         for path in Path(folder).iterdir():
             path.chmod(0o644)
@@ -401,40 +402,49 @@ def learning_rate(step: int, progress: float, peak: float, warmup: int = 100) ->
     return peak * min(1.0, (step + 1) / warmup) * (0.02 + 0.98 * cosine)
 
 
-def train(model: Any, data: TrainingData, args: argparse.Namespace) -> int:
-    """Train ``model`` as the command line says, saving it now and then; gives the tokens seen."""
+def update(
+    model: Any, optimizer: torch.optim.Optimizer, data: TrainingData, length: int
+) -> tuple[float | None, float]:
+    """One step on a new batch; its losses on text (if there was any) and on recall, in nats."""
+    import torch
+
+    ids, weights, is_recall = data.batch(length)
+    losses = (token_losses(model, ids) * weights[:, 1:]).sum(1)
+    torch.autograd.backward(losses.mean())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    text = None if is_recall.all() else losses[~is_recall].mean().item()
+    return text, losses[is_recall].mean().item()
+
+
+def train(model: Any, data: TrainingData, args: argparse.Namespace) -> None:
+    """Train ``model`` as the command line says, saving it now and then."""
     import torch
     from tqdm.auto import tqdm
 
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05, fused=True
     )
-    started, seen, step, level = time.monotonic(), 0, 0, 0
+    started, step, level, progress = time.monotonic(), 0, 0, 0.0
     recall_loss, text_loss = math.log(10), math.log(VOCAB_SIZE)
     with tqdm(total=args.tokens, unit="token", unit_scale=True, mininterval=5) as bar:
-        while True:
-            minutes = (time.monotonic() - started) / 60
-            progress = max(seen / args.tokens, minutes / args.minutes)
-            if progress >= 1:
-                return seen
+        while progress < 1:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, progress, args.lr)
             length = data.rng.choice(LENGTHS[min(level, 1) : level + 1])
-            ids, weights, is_recall = data.batch(length)
-            losses = (token_losses(model, ids) * weights[:, 1:]).sum(1)
-            torch.autograd.backward(losses.mean())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            seen, step = seen + ids.numel(), step + 1
+            text, recall = update(model, optimizer, data, length)
+            if text is not None:
+                text_loss += 0.03 * (text - text_loss)
             if length == LENGTHS[level]:
-                recall_loss += 0.03 * (losses[is_recall].mean().item() - recall_loss)
-            if not is_recall.all():
-                text_loss += 0.03 * (losses[~is_recall].mean().item() - text_loss)
+                recall_loss += 0.03 * (recall - recall_loss)
+            step += 1
             bar.set_postfix(
                 length=LENGTHS[level], text=text_loss, recall=recall_loss, refresh=False
             )
-            bar.update(ids.numel())
+            bar.update(data.n_seen - bar.n)
+            minutes = (time.monotonic() - started) / 60
+            progress = max(data.n_seen / args.tokens, minutes / args.minutes)
             learned = recall_loss < LEARNED and level + 1 < len(LENGTHS)
             if learned:
                 level, recall_loss = level + 1, math.log(10)
@@ -477,9 +487,9 @@ def main() -> None:
     tokenizer = train_tokenizer(texts)
     data = TrainingData(tokenizer, texts, args.seed)
     model = new_model(tokenizer)
-    seen = train(model, data, args)
+    train(model, data, args)
     save(model, tokenizer, args.out)
-    print(f"tokens seen: {seen:,} in {(time.monotonic() - started) / 60:.0f} minutes")
+    print(f"tokens seen: {data.n_seen:,} in {(time.monotonic() - started) / 60:.0f} minutes")
 
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
     held_out = read_texts(held_out_files())

@@ -70,6 +70,7 @@ def kvpass(
         binding = bind_state(module.graph, examples)
     with report.timed("lower"):
         report.choices = lowering.lower(module.graph)
+        report.kernels = lowering.generated_files
         verify_bound(module.graph)
         module.recompile()
         report.bound = copy_module(module)

@@ -120,7 +120,7 @@ def test_a_stale_handle_raises_and_a_clone_lives_on() -> None:
         run_steps(twin, ids[:, :1], [1], cache=cache)
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     pass
 
 
@@ -129,7 +129,7 @@ class Broken(Exception):
 def test_a_failed_step_leaves_the_cache_as_it_was(
     name: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The inner graph breaks after some layers have been extended; the retry answers as if nothing had."""
+    """The inner graph breaks after some layers have been extended; a retry answers as if not."""
     chosen = KIVI if name != "fp" else recipe("fp")
     armed = [False]
     compile_inner = kvpass.backend.compile_inner
@@ -141,7 +141,7 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
             if target is torch.ops.kvpass.append.default:
                 self.appended += 1
                 if armed[0] and self.appended == 4:
-                    raise Broken
+                    raise BrokenError
             return super().call_function(target, args, kwargs)
 
     def breaking(module: Any, *rest: Any) -> Any:
@@ -156,7 +156,7 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
     wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
     _, cache = run_steps(twin, ids[:, :66], steps[:3])
     armed[0] = True
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenError):
         run_steps(twin, ids[:, 66 : 66 + step], [step], cache=cache)
     armed[0] = False
     got, _ = run_steps(twin, ids[:, 66:], steps[3:], cache=cache)

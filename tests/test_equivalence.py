@@ -1,4 +1,4 @@
-"""compiled(model) equals eager(model, oracle cache), for every family, form of attention and recipe."""
+"""compiled(model) equals eager(model, oracle cache): every family, form of attention and recipe."""
 
 from __future__ import annotations
 

@@ -117,7 +117,10 @@ def test_the_eager_fallback_stays_packed_and_warns_once() -> None:
     ids = prompt(1, 90)
     wanted, _ = run_steps(model, ids, [70] + [1] * 20, None, oracle(model, KIVI))
     first, cache = run_steps(twin, ids[:, :70], [70])
-    with torch.compiler.set_stance("force_eager"), pytest.warns(UserWarning) as caught:
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.warns(UserWarning, match="decoded a packed") as caught,
+    ):
         rest, cache = run_steps(twin, ids[:, 70:], [1] * 20, cache=cache)
     assert isinstance(cache.layers[0].keys, PackedKV)
     assert len([w for w in caught if "decoded a packed cache" in str(w.message)]) == 1

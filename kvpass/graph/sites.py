@@ -183,7 +183,9 @@ def _attention(node: Node, sites: Sites) -> AttentionSite | Miss | None:
         strange = [name for name in ("keys", "values") if found[name] not in sites.updates]
         if strange:
             source = found[strange[0]]
-            miss = Miss(f"{strange[0]} come from {op_name(source)}, not from a cache update", source)
+            miss = Miss(
+                f"{strange[0]} come from {op_name(source)}, not from a cache update", source
+            )
     if miss is not None:
         return miss if reads_update(node, sites) else None
     causal = form == "sdpa" and bool(argument(node, "is_causal"))

@@ -61,7 +61,7 @@ class Explanation:
         for name, text in texts.items():
             (target / name).write_text(text)
             written.append(target / name)
-        kernels = {kernel for report in self.graphs for kernel in report.kernels}
+        kernels = {kernel for report in self.graphs for kernel in report.kernels()}
         written += [Path(shutil.copy(kernel, target)) for kernel in sorted(kernels)]
         return written
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,21 +37,21 @@ class GraphReport:
         warnings: what the user was told.
         inner: what compiled the graph.
         seconds: per named pass.
-        kernels: generated source files.
+        kernels: gives the generated source files of this process so far, and the op of each.
         live: the cache tensors that the last call returned.
     """
 
     index: int
     recipe: str
     before: GraphModule
-    after: GraphModule | None = None
-    bound: GraphModule | None = None
+    after: GraphModule
+    bound: GraphModule
     events: list[Event] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     inner: str = "inductor"
     seconds: dict[str, float] = field(default_factory=dict)
-    kernels: list[Path] = field(default_factory=list)
+    kernels: Callable[[], Mapping[Path, str]] = dict
     live: list[weakref.ref[PackedKV]] = field(default_factory=list)
     _parameters: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
 
@@ -93,7 +93,7 @@ def new_report(recipe: str, before: GraphModule, example_inputs: Sequence[Any]) 
     """A report that lives as long as the compiled graph holds it."""
     global _count
     with _lock:
-        report = GraphReport(_count, recipe, before)
+        report = GraphReport(_count, recipe, before, before, before)
         _count += 1
         _reports.add(report)
     report._parameters = [
