@@ -467,7 +467,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
-    parser.add_argument("--tokens", type=int, default=16_000_000, help="to train on")
+    parser.add_argument("--tokens", type=int, default=2_250_000, help="to train on")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long")
     parser.add_argument("--save-every", type=int, default=250, metavar="STEPS")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")

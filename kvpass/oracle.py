@@ -35,7 +35,7 @@ class OracleLayer(DynamicLayer):
     def _extend(self, name: str, new: Tensor) -> Tensor:
         """A decode step rounds what was due before it; a prefill attends exactly, then rounds."""
         stored: Tensor = getattr(self, name)
-        decode_step = stored.numel() > 0 and new.shape[2] <= MAX_STEP
+        decode_step = stored.dim() == 4 and new.shape[2] <= MAX_STEP
         if decode_step:
             stored = self._round_due(name, stored)
         attended = torch.cat([stored, new], dim=2)

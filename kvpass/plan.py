@@ -86,32 +86,19 @@ class Plan:
         Raises:
             PlanError: if the file is missing, damaged, or of another format.
         """
+        problems = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
         try:
             with safe_open(str(path), framework="pt") as file:
                 header = json.loads((file.metadata() or {})["kvpass"])
-            if header["format"] != FORMAT:
-                raise PlanError(
-                    f"Plan file '{path}' has format {header['format']!r}; this version reads "
-                    f"{FORMAT}."
-                )
-            return Plan(
-                _layer_plan(header["default"]),
-                {name: _layer_plan(layer) for name, layer in header["layers"].items()},
-                str(header["recipe"]),
-            )
+            if (found := header["format"]) == FORMAT:
+                layers = {name: _layer_plan(layer) for name, layer in header["layers"].items()}
+                return Plan(_layer_plan(header["default"]), layers, str(header["recipe"]))
         except FileNotFoundError:
             raise PlanError(f"Plan file '{path}' does not exist.") from None
-        except (
-            SafetensorError,
-            OSError,
-            json.JSONDecodeError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as e:
-            raise PlanError(
-                f"Plan file '{path}' is not a kvpass plan: {type(e).__name__}: {e}."
-            ) from None
+        except problems as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(".")
+            raise PlanError(f"Plan file '{path}' is not a kvpass plan: {reason}.") from None
+        raise PlanError(f"Plan file '{path}' has format {found!r}; this version reads {FORMAT}.")
 
 
 def _layer_json(plan: LayerPlan) -> dict[str, str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from kvpass.ops.library import NAMES
 from lowering.providers import PROVIDERS, Provider
 
 
@@ -39,10 +39,8 @@ def lower(graph: Graph) -> list[Choice]:
     """
     choices = []
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        namespace, _, op = node.target._schema.name.partition("::")
-        if namespace != "kvpass":
+        op = NAMES.get(node.target) if node.op == "call_function" else None
+        if op is None:
             continue
         provider, declined = _choose(op, node)
         node.target = provider.target

@@ -35,7 +35,7 @@ class Provider:
 
     name: str
     op: str
-    target: torch._ops.OpOverload
+    target: Callable[..., Any]
     supports: Callable[..., str | None]
 
 

@@ -51,7 +51,7 @@ class Codec:
     def __post_init__(self) -> None:
         if self.bits == 16 and self.group == 0:
             return
-        if self.bits not in BITS:
+        if not isinstance(self.bits, int) or self.bits not in BITS:
             raise OptionError(
                 f"bits={self.bits!r} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
             )
@@ -166,7 +166,8 @@ def join_params(scale: Tensor, minimum: Tensor) -> Tensor:
 
 def split_params(params: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and minimum in float32, from the int32 that `join_params` made."""
-    halves = params.contiguous().view(torch.float16).view(*params.shape, 2).float()
+    # Flat first: a dimension of size one may have any stride, which would refuse the other dtype.
+    halves = params.contiguous().view(-1).view(torch.float16).view(*params.shape, 2).float()
     return halves[..., 0], halves[..., 1]
 
 

@@ -51,7 +51,7 @@ def note_decode(op: str, handle: PackedKV) -> None:
         warnings.warn(
             f"{op} decoded a packed cache tensor {tuple(handle.shape)} to {handle.dtype}. "
             "kvpass warns once; kvpass.explain counts them all.",
-            stacklevel=4,
+            stacklevel=3,
         )
     DECODES[op] += 1
     log.debug("%s decoded %s", op, handle)
@@ -130,8 +130,8 @@ def index(x: PackedKV, indices: Sequence[Tensor | None]) -> Any:
     first, *rest = indices
     if first is None or first.dim() != 1 or any(i is not None for i in rest):
         return NotImplemented
-    rows = first.nonzero().flatten() if first.dtype == torch.bool else first
-    return index_select(x, 0, rows % x.shape[0])
+    # On the batch's own numbers torch checks the bounds, and resolves negative ones.
+    return index_select(x, 0, torch.arange(x.shape[0], device=x.device)[first])
 
 
 def getitem(x: PackedKV, key: Any) -> Any:
@@ -190,13 +190,20 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return NotImplemented
     if dim % 4 == 0:
         return _cat_batch(tensors)
-    if dim % 4 != 2 or any(isinstance(t, _PackedKV) for t in rest):
+    expected = (*first.shape[:2], first.shape[3])
+    if dim % 4 != 2 or any(
+        isinstance(t, _PackedKV)
+        or t.dim() != 4
+        or (*t.shape[:2], t.shape[3]) != expected
+        or t.dtype != first.dtype
+        for t in rest
+    ):
         return NotImplemented
     first.check()
     result = clone(first)
     for new in rest:
         result.reserve(new.shape[2])
-        torch.ops.kvpass.append.default(result.state, new.to(result.dtype), str(result.plan))
+        torch.ops.kvpass.append.default(result.state, new, str(result.plan))
         result = result.extended(new.shape[2])
     return result
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from kvpass._torch import is_traced, make_wrapper, mark_dynamic
+from kvpass._torch import is_traced, make_wrapper, mark_dynamic, tree_leaves, tree_map_only
 from kvpass.cache import native
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.codec import Codec
+from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
 from kvpass.errors import StaleHandleError
 from kvpass.ops import unpack as _unpack  # noqa: F401  (registers the op)
 
@@ -203,11 +203,13 @@ class PackedKV(Tensor):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        handles = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, PackedKV)]
+        handles = [x for x in tree_leaves((args, kwargs)) if isinstance(x, PackedKV)]
         if not any(is_traced(h.ends) for h in handles):
             native.note_decode(str(func), handles[0])
-        plain_args, plain_kwargs = pytree.tree_map_only(PackedKV, PackedKV.decode, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(PackedKV, PackedKV.decode, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
 
 native.register(PackedKV)
+# torch.load refuses classes that it does not know.
+torch.serialization.add_safe_globals([PackedKV, TensorPlan, Residency, Codec])

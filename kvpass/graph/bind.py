@@ -75,7 +75,7 @@ def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
     """
     found = []
     for node in list(graph.nodes):
-        if not _is_packed(node):
+        if not is_packed(node):
             continue
         readers = [u for u in node.users if u.target not in logical.LOGICAL and u.op != "output"]
         for reader in readers:
@@ -90,7 +90,8 @@ def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
     return found
 
 
-def _is_packed(node: Node) -> bool:
+def is_packed(node: Node) -> bool:
+    """Whether ``node`` stands for a packed cache tensor."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("example_value"), PackedKV)
     return node.target is logical.append

@@ -76,12 +76,21 @@ class AttentionSite:
 
 @dataclass
 class Sites:
-    """Everything found in one graph, by cat node."""
+    """Everything found in one graph, by cat node.
+
+    Attributes:
+        updates: the cache updates.
+        attentions: the attentions over updated keys and values.
+        roles: what the attention of each cat reads it as.
+        misses: attentions that read an update but are in no known form.
+        strange: cache updates in no known form, with the reason.
+    """
 
     updates: dict[Node, CacheUpdate] = field(default_factory=dict)
     attentions: list[AttentionSite] = field(default_factory=list)
     roles: dict[Node, tuple[Role, AttentionSite]] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
+    strange: dict[Node, Miss] = field(default_factory=dict)
 
 
 def _splits_heads(index: Any) -> bool:
@@ -141,6 +150,8 @@ def find_sites(graph: Graph) -> Sites:
         update = _cache_update(node)
         if update is not None:
             sites.updates[node] = update
+        elif strange := _strange_update(node):
+            sites.strange[node] = strange
     for node in graph.nodes:
         found = _attention(node, sites)
         if isinstance(found, Miss):
@@ -166,6 +177,17 @@ def _cache_update(node: Node) -> CacheUpdate | None:
         return CacheUpdate(node, None, node) if _floating(example) else None
     if op_name(past) == "tensor" and isinstance(example, Tensor) and example.shape == (0,):
         return CacheUpdate(node, None, new)
+    return None
+
+
+def _strange_update(node: Node) -> Miss | None:
+    """Why ``node``, which the graph returns, looks like a cache update that cannot be packed."""
+    if (
+        op_name(node) == "getitem"
+        and isinstance(node.args[0], Node)
+        and _cache_update(node.args[0])
+    ):
+        return Miss("the cache keeps a slice of the updated tensor (a sliding window)", node)
     return None
 
 

@@ -6,6 +6,7 @@ from torch.fx import Graph
 
 from kvpass.cache.packed import PackedKV
 from kvpass.errors import GraphError
+from kvpass.graph.bind import is_packed
 from kvpass.ops import logical
 
 
@@ -17,6 +18,12 @@ def verify_rewritten(graph: Graph) -> None:
     """
     graph.lint()
     for node in graph.nodes:
+        if is_packed(node):
+            strange = [
+                u for u in node.users if u.target not in logical.LOGICAL and u.op != "output"
+            ]
+            if strange:
+                raise GraphError(f"{strange[0].name} reads {node.name}, which is packed.")
         if node.target is logical.append and node.args[0] is not None:
             others = [u for u in node.args[0].users if u.target is logical.append]
             if len(others) > 1:

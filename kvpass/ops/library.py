@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 LIBRARY = torch.library.Library("kvpass", "DEF")
+# The name of each op, by what an FX node's target is.
+NAMES: dict[Any, str] = {}
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -21,3 +23,4 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
     LIBRARY.define(schema)
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kvpass::{name}", fake, lib=LIBRARY)
+    NAMES[getattr(torch.ops.kvpass, name).default] = name

@@ -28,7 +28,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     if p.codec.identity:
         return state[0][:, :, :tokens].to(dtype, copy=True)
     codes, params, window, ends = state
-    packed = row_ends(ends)[0]
+    packed = min(row_ends(ends)[0], tokens)
     out = window.new_empty((*window.shape[:2], tokens, window.shape[3]), dtype=dtype)
     if packed:
         used = slice_params(params, p, packed)

@@ -31,7 +31,7 @@ class Kivi(Recipe):
     residual: int = 128
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
+        if not isinstance(self.bits, int) or self.bits not in BITS:
             raise OptionError(
                 f"bits={self.bits!r} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
             )

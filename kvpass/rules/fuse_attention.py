@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from kvpass.graph.pattern import Captures, Miss
+from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
+
+# What the forms of attention in `kvpass.graph.sites` are made of; none has a side effect there.
+ERASABLE = {
+    "add",
+    "div",
+    "dropout",
+    "expand",
+    "getitem",
+    "matmul",
+    "mul",
+    "reshape",
+    "sdpa",
+    "softmax",
+}
+ERASABLE |= {"to", "transpose"}
 
 
 # sdpa(q, repeat(K), repeat(V), mask, scale)                 =  attention(q, K, V, mask, scale)
@@ -41,6 +56,20 @@ class FuseAttention(Rule):
             )
         fused.meta = {**node.meta}
         node.replace_all_uses_with(fused)
-        context.graph.eliminate_dead_code()
+        erase_unread(node)
         mask = "no mask" if site.mask is None else "mask tensor"
         return f"{site.form} attention, {mask}, scale {site.scale:g}"
+
+
+def erase_unread(node: Node) -> None:
+    """Erases ``node`` if nothing reads it, then what only it had read.
+
+    Narrower than the graph's own dead-code elimination, which takes mutating methods for pure ones.
+    Every node reached here belongs to the attention that was replaced, up to what others read too.
+    """
+    if node.users or node.op == "placeholder" or op_name(node) not in ERASABLE:
+        return
+    inputs = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in inputs:
+        erase_unread(source)

@@ -26,7 +26,7 @@ class QuantizeCache(Rule):
         """Applies to every cache update whose attention is understood."""
         update = context.sites.updates.get(node)
         if update is None:
-            return None
+            return context.sites.strange.get(node)
         if node not in context.sites.roles:
             return nearest_miss(node, context.sites)
         role, site = context.sites.roles[node]
