@@ -1,6 +1,7 @@
 # `make demo` and `make test` do their whole set-up on a fresh machine: Python >= 3.11, gcc, make.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -10,8 +11,8 @@ demo: $(READY)
 	$(BIN)/python -m examples.quickstart
 
 test: lint types
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter tests/triton_templates
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/triton_templates
 
 lint: $(READY)
 	$(BIN)/ruff check .

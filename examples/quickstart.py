@@ -76,6 +76,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else ""
     )
     parser.add_argument("--model", default=str(SMALL_MODEL), help="a local model folder")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--texts", type=int, default=4, help="held-out texts for the perplexity")
@@ -84,8 +85,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load(path: str) -> tuple[Any, Any]:
-    """A model in float32 and its tokenizer.
+def load(path: str, dtype: str) -> tuple[Any, Any]:
+    """A model in ``dtype`` and its tokenizer.
 
     Raises:
         SystemExit: with one sentence, if ``path`` holds no model.
@@ -93,7 +94,7 @@ def load(path: str) -> tuple[Any, Any]:
     if not (Path(path) / "config.json").is_file():
         sys.exit(f"'{path}' is not a model folder: it has no config.json.")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
     return model.eval(), tokenizer
 
 
@@ -170,12 +171,14 @@ def table(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the demonstration."""
     args = arguments(argv)
-    _, tokenizer = load(args.model)
+    _, tokenizer = load(args.model, args.dtype)
     texts = held_out_ids(tokenizer, args.prompt_tokens + args.scored, args.texts)
     recall = recall_prompt(tokenizer, args.prompt_tokens, args.questions)
     rows = []
     for recipe in RECIPES:
-        model, _ = load(args.model)
+        model, _ = load(args.model, args.dtype)
+        # Dynamo counts the graphs of all models of one class together, and stops at eight.
+        torch._dynamo.reset()
         if recipe is not None:
             model.compile(backend="kvpass", options={"recipe": recipe})
         rows.append(measure(model, recipe or "plain", args, texts, recall))

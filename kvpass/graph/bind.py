@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from kvpass._torch import Size, inner_source, symbol_node, symbol_positions
 from kvpass.cache.packed import PackedKV
@@ -79,6 +80,9 @@ def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
             continue
         readers = [u for u in node.users if u.target not in logical.LOGICAL and u.op != "output"]
         for reader in readers:
+            if isinstance(reader.meta.get("example_value"), int | torch.SymInt):
+                _replace_size(reader)
+                continue
             with graph.inserting_before(reader):
                 plain = graph.call_function(logical.unpack, (node,))
             example = node.meta["example_value"]
@@ -88,6 +92,17 @@ def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
             reader.replace_input_with(node, plain)
             found.append((node.name, reader.name))
     return found
+
+
+def _replace_size(reader: Node) -> None:
+    """Computes what ``reader`` asks of a packed tensor (``numel``, say) from the graph's symbols."""
+    graph = reader.graph
+    with graph.inserting_before(reader):
+        size = symbol_node(graph, reader.meta["example_value"])
+    for user in list(reader.users):
+        user.args = map_arg(user.args, lambda n: size if n is reader else n)
+        user.kwargs = map_arg(user.kwargs, lambda n: size if n is reader else n)
+    graph.erase_node(reader)
 
 
 def is_packed(node: Node) -> bool:
@@ -194,7 +209,7 @@ class _Binder:
     def _call(self, target: Callable[..., Any], *args: Any) -> Node:
         """A call with its example value, found by running it on the arguments' examples."""
         node = self.graph.call_function(target, args)
-        values = torch.fx.map_arg(args, lambda n: n.meta["example_value"])
+        values = map_arg(args, lambda n: n.meta["example_value"])
         return self._with_example(node, target(*values))
 
     @staticmethod
