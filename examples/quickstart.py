@@ -94,7 +94,9 @@ def load(path: str, dtype: str) -> tuple[Any, Any]:
     if not (Path(path) / "config.json").is_file():
         sys.exit(f"'{path}' is not a model folder: it has no config.json.")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), local_files_only=True
+    )
     return model.eval(), tokenizer
 
 

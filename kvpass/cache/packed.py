@@ -144,10 +144,15 @@ class PackedKV(Tensor):
     def extended(self, new: int) -> PackedKV:
         """The handle after a step has stored ``new`` more tokens in place; this one becomes
         stale."""
-        handle = PackedKV(self.state, self.plan, self.shape[2] + new, self.dtype)
+        b, h, tokens, d = self.shape
+        handle: PackedKV = make_wrapper(
+            PackedKV, (b, h, tokens + new, d), None, self.dtype, self.device
+        )
+        # State, plan, age and Dynamo's marks; this runs per layer and step, so attribute by
+        # attribute would be visible.
+        handle.__dict__.update(self.__dict__)
         self._steps[0] += 1
-        handle._steps, handle._born = self._steps, self._steps[0]
-        mark_dynamic(handle, 2)
+        handle._born = self._steps[0]
         return handle
 
     def mark_dynamic(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -112,7 +112,7 @@ class TensorPlan:
         packed = Segment(self.codec)
         return (packed,) if self.codec.identity else (packed, Segment(FP, self.ring))
 
-    @property
+    @cached_property
     def state_names(self) -> tuple[str, ...]:
         """The inner tensors of a `PackedKV` with this plan, in the order in which ops take them."""
         return ("codes", "ends") if self.codec.identity else ("codes", "params", "window", "ends")

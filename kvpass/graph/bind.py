@@ -95,7 +95,8 @@ def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
 
 
 def _replace_size(reader: Node) -> None:
-    """Computes what ``reader`` asks of a packed tensor (``numel``, say) from the graph's symbols."""
+    """Computes what ``reader`` asks of a packed tensor (``numel``, say) from the graph's
+    symbols."""
     graph = reader.graph
     with graph.inserting_before(reader):
         size = symbol_node(graph, reader.meta["example_value"])

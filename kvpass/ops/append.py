@@ -21,7 +21,8 @@ def read_window(window: Tensor, start: int, end: int) -> Tensor:
 
 def row_ends(ends: Tensor) -> list[int]:
     """Segment ends of the batch. Every sequence of a batch has the same ones."""
-    return [int(e) for e in ends[0].tolist()] if ends.shape[0] else [0] * ends.shape[1]
+    rows: list[list[int]] = ends.tolist()
+    return rows[0] if rows else [0] * ends.shape[1]
 
 
 def append(state: list[Tensor], new: Tensor, plan: str) -> None:
