@@ -77,6 +77,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default=str(SMALL_MODEL), help="a local model folder")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--inner", default="inductor", choices=("inductor", "eager"))
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--texts", type=int, default=4, help="held-out texts for the perplexity")
@@ -112,9 +113,9 @@ def held_out_ids(tokenizer: Any, length: int, count: int) -> list[torch.Tensor]:
     return texts
 
 
-def recall_prompt(tokenizer: Any, length: int, questions: int) -> RecallPrompt:
+def recall_prompt(tokenizer: Any, length: int, questions: int, seed: int = 0) -> RecallPrompt:
     """A document of ``length`` tokens to remember, and ``questions`` questions about it."""
-    document = recall_document(random.Random(0), tokenizer, length, n_queries=questions)
+    document = recall_document(random.Random(seed), tokenizer, length, n_queries=questions)
 
     def ids(text: str) -> torch.Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Dynamo counts the graphs of all models of one class together, and stops at eight.
         torch._dynamo.reset()
         if recipe is not None:
-            model.compile(backend="kvpass", options={"recipe": recipe})
+            model.compile(backend="kvpass", options={"recipe": recipe, "inner": args.inner})
         rows.append(measure(model, recipe or "plain", args, texts, recall))
     print(kvpass.explain(model))
     print(
