@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from kvpass._torch import (
     copy_source,
     is_missing_compiler,
     register_backend_once,
+    trace_artifact,
 )
 from kvpass.errors import UnmatchedGraphError
 from kvpass.graph.bind import bind_state, unpack_unknown_readers
 from kvpass.graph.sites import find_sites, module_path
 from kvpass.graph.verify import verify_bound, verify_rewritten
+from kvpass.inspect.explain import describe
 from kvpass.inspect.report import GraphReport, new_report
 from kvpass.options import Options, parse_options
 from kvpass.recipes import Recipe
@@ -76,9 +79,7 @@ def kvpass(
         report.bound = copy_module(module)
     with report.timed("inner compile"):
         inner = compile_inner(module, list(binding.examples), mode, opts, report)
-    for stage in ("before", "after", "bound"):
-        report.publish(stage, getattr(report, stage))
-    log.debug("graph %d: %s", report.index, report)
+    publish(report)
     return PackedCallable(inner, binding, report)
 
 
@@ -144,6 +145,16 @@ def tell(report: GraphReport, opts: Options) -> None:
         )
     for message in report.warnings:
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
+
+
+def publish(report: GraphReport) -> None:
+    """Shows the graphs to tlparse (TORCH_TRACE), and what was done in the log (TORCH_LOGS)."""
+    for stage in ("before", "after", "bound"):
+        graph: GraphModule = getattr(report, stage)
+        text = partial(graph.print_readable, print_output=False)
+        trace_artifact(f"kvpass_{report.index}_{stage}", text)
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s\n%s", describe(report), report.after.print_readable(print_output=False))
 
 
 def compile_inner(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -244,3 +245,29 @@ def test_no_warning_when_everything_fits() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         run_steps(compiled(tiny_model("llama"), KIVI), prompt(1, 50), [40] + [1] * 10)
+
+
+def test_the_log_shows_what_was_done_and_the_graph() -> None:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("kvpass")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        run_steps(compiled(tiny_model("llama"), KIVI), prompt(1, 50), [40])
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert any("quantize_cache: keys int2" in m and "class GraphModule" in m for m in messages)
+
+
+def test_graphs_are_trace_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(
+        kvpass.backend, "trace_artifact", lambda name, text: seen.update({name: text()})
+    )
+    run_steps(compiled(tiny_model("llama"), KIVI), prompt(1, 50), [40])
+    assert [name.rsplit("_", 1)[1] for name in seen] == ["before", "after", "bound"]
+    assert all("def forward" in text for text in seen.values())

@@ -35,7 +35,7 @@ class Explanation:
                 "uncompiled forward."
             )
         parts = [f"kvpass: {len(self.graphs)} graph(s) of {self.model}"]
-        parts += [_describe(report) for report in self.graphs]
+        parts += [describe(report) for report in self.graphs]
         if DECODES:
             listed = ", ".join(f"{op} x{count}" for op, count in DECODES.most_common())
             parts.append(f"decoded outside compiled code (all models): {listed}")
@@ -74,7 +74,8 @@ def explain(model: torch.nn.Module) -> Explanation:
     return Explanation(type(inner).__name__, found)
 
 
-def _describe(report: GraphReport) -> str:
+def describe(report: GraphReport) -> str:
+    """One graph in words."""
     total = sum(report.seconds.values())
     lines = [
         f"\ngraph {report.index}: {report.kind}, recipe {report.recipe}, run by {report.inner}, "

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from kvpass._torch import trace_artifact
 from kvpass.rules import Event
 
 if TYPE_CHECKING:
@@ -74,14 +73,6 @@ class GraphReport:
         """Whether the graph was called with a parameter of ``model``."""
         own = {id(p) for p in model.parameters()}
         return any((p := ref()) is not None and id(p) in own for ref in self._parameters)
-
-    def publish(self, name: str, graph: GraphModule) -> None:
-        """Shows a graph to tlparse, and to the log at level DEBUG."""
-
-        def text() -> str:
-            return str(graph.print_readable(print_output=False))
-
-        trace_artifact(f"kvpass_{self.index}_{name}", text)
 
 
 _lock = threading.Lock()
