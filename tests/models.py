@@ -26,6 +26,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "opt": {**_MHA, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "falcon": {**_MHA, "multi_query": True, "new_decoder_architecture": False, "alibi": False},
 }
+# Families that are refused: every layer keeps a sliding window.
+REFUSED = {"mistral": {**_GQA, "sliding_window": 16}}
 
 
 def tiny_model(
@@ -38,7 +40,7 @@ def tiny_model(
     **overrides: object,
 ) -> PreTrainedModel:
     """A random model in eval mode. Weights are large enough for attention to be peaked."""
-    options = {**FAMILIES[family], "num_hidden_layers": layers, **overrides}
+    options = {**(FAMILIES | REFUSED)[family], "num_hidden_layers": layers, **overrides}
     config = AutoConfig.for_model(family, attn_implementation=attention, **options)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

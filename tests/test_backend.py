@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
 import kvpass.backend
@@ -64,23 +63,8 @@ def test_a_bad_option_loses_nothing() -> None:
     run_steps(twin, ids[:, 40:], [1], cache=cache)
 
 
-def sliding_model() -> Any:
-    config = AutoConfig.for_model(
-        "mistral",
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        sliding_window=16,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 def test_an_unmatched_graph_runs_unchanged_and_says_so() -> None:
-    model = sliding_model()
+    model = tiny_model("mistral")
     ids = prompt(1, 40)
     wanted, _ = run_steps(model, ids, [30] + [1] * 10)
     twin = compiled(model, KIVI)
@@ -91,7 +75,7 @@ def test_an_unmatched_graph_runs_unchanged_and_says_so() -> None:
 
 
 def test_strict_raises_where_a_graph_cannot_be_rewritten() -> None:
-    twin = compiled(sliding_model(), KIVI, strict=True)
+    twin = compiled(tiny_model("mistral"), KIVI, strict=True)
     with pytest.raises(UnmatchedGraphError, match="strict is set"):
         run_steps(twin, prompt(1, 30), [30])
 

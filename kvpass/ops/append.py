@@ -48,15 +48,18 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
     window = state[2]
     if n <= MAX_STEP:
         due = p.residency.due(total - packed)
-        if due:
-            write_packed(state, p, packed, read_window(window, packed, packed + due))
-        write_window(window, total, new)
+        oldest = read_window(window, packed, packed + due)
+        start, rest = total, new
     else:
         tail = torch.cat([read_window(window, packed, total), new], dim=2)
         due = p.residency.due(tail.shape[2])
-        write_packed(state, p, packed, tail[:, :, :due])
-        write_window(window, packed + due, tail[:, :, due:])
-    state[-1][:, 0] = packed + due
+        oldest = tail[:, :, :due]
+        start, rest = packed + due, tail[:, :, due:]
+    if due:
+        write_packed(state, p, packed, oldest)
+        # Before the window is written: an interrupt in between must not lose what was packed.
+        state[-1][:, 0] = packed + due
+    write_window(window, start, rest)
     state[-1][:, 1] = total + n
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as nnf
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import PlanError
@@ -13,7 +13,7 @@ from kvpass.ops import logical
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import recipe
 from tests.graph.recorder import Layer, Recorder, run
-from tests.models import prompt
+from tests.models import prompt, tiny_model
 from tests.strategies import randn
 
 
@@ -152,21 +152,10 @@ def test_refuses_and_the_graph_runs_unchanged(function, reason):
 
 
 def test_a_sliced_cat_is_left_alone():
-    config = AutoConfig.for_model(
-        "mistral",
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        num_hidden_layers=1,
-        sliding_window=8,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = tiny_model("mistral", layers=1, sliding_window=8)
     recorder = Recorder(recipe("kivi-2bit"))
     model.forward = torch.compile(model.forward, backend=recorder)
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
         for n in (20, 1):
             model(prompt(1, n), past_key_values=cache)
