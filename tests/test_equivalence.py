@@ -28,13 +28,14 @@ STEPS = [70] + [1] * 20
 def test_logits_equal_the_oracles(
     family: str, attention: str, dtype: torch.dtype, padded: bool
 ) -> None:
-    model = tiny_model(family, attention=attention, dtype=dtype)
+    model = tiny_model(family, attention=attention, dtype=dtype, layers=1)
     batch, total = (3, sum(STEPS)) if padded else (1, sum(STEPS))
     ids = prompt(batch, total)
     mask = left_padding([20, 3, 0], total) if padded else None
     visible = torch.ones(batch, total, dtype=torch.bool) if mask is None else mask.bool()
     plain, _ = run_steps(model, ids, STEPS, mask, DynamicCache(config=model.config))
-    for name, chosen in RECIPES.items():
+    for name in ("fp", "kivi-4bit" if padded else "kivi-2bit"):
+        chosen = RECIPES[name]
         torch._dynamo.reset()
         wanted, _ = run_steps(model, ids, STEPS, mask, oracle(model, chosen))
         got, cache = run_steps(compiled(model, chosen), ids, STEPS, mask)
