@@ -11,9 +11,9 @@ LOGITS_FP32 = 5e-6
 # where the model's eager attention rounds them to bf16 before the softmax; with SDPA both round
 # alike.
 LOGITS_BF16 = 6e-2
-# From the second layer on, keys and values differ by float32 rounding, which can move one across the
-# border between two codes: one element is then off by a whole step (here up to 0.5) and is seen through
-# a softmax weight of about 1/100, one layer below the logits.
+# From the second layer on, keys and values differ by float32 rounding, which can move one across
+# the border between two codes: one element is then off by a whole step (here up to 0.5) and is
+# seen through a softmax weight of about 1/100, one layer below the logits.
 LOGITS_CODE_FLIP = 1e-3
 # One attention in float32 against float64 on the same decoded values.
 ATTENTION_FP32 = 2e-6
