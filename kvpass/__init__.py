@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpass.backend import kvpass as backend
+    from kvpass import backend as backend
     from kvpass.cache.codec import Codec as Codec
     from kvpass.cache.packed import PackedKV as PackedKV
     from kvpass.cache.residency import Residency as Residency
