@@ -94,13 +94,15 @@ def test_a_stale_handle_raises_and_a_clone_lives_on() -> None:
     twin = compiled(tiny_model("llama"), KIVI)
     ids = prompt(1, 50)
     _, cache = run_steps(twin, ids[:, :40], [40])
-    old, copy = cache.layers[0].keys, cache.layers[0].keys.clone()
+    kept = [(layer.keys, layer.values) for layer in cache.layers]
+    old, copy = kept[0][0], kept[0][0].clone()
     before = copy.decode()
     run_steps(twin, ids[:, 40:], [1] * 10, cache=cache)
     with pytest.raises(StaleHandleError, match="40 tokens is stale"):
         old.decode()
     assert torch.equal(copy.decode(), before)
-    cache.layers[0].keys = old
+    for layer, (keys, values) in zip(cache.layers, kept, strict=True):
+        layer.keys, layer.values = keys, values
     with pytest.raises(StaleHandleError):
         run_steps(twin, ids[:, :1], [1], cache=cache)
 

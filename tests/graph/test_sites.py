@@ -87,9 +87,13 @@ def test_rules_apply_to_every_site(family, attention):
 
 def test_masks_and_repeated_heads_of_llama():
     prefill, decode, verify, more = (r.sites.attentions[0] for r in recorded("llama", "sdpa"))
-    assert (prefill.mask, prefill.causal) == (None, True)
-    assert (decode.mask, decode.causal) == (None, False)
-    for site in (verify, more):
+    # Older versions of transformers always make a mask for a compiled model.
+    if prefill.mask is None:
+        assert (prefill.causal, decode.mask, decode.causal) == (True, None, False)
+        masked = (verify, more)
+    else:
+        masked = (prefill, decode, verify, more)
+    for site in masked:
         assert site.mask.meta["example_value"].dim() == 4
         assert not site.causal
     # With a mask, transformers repeats the KV heads; the site still is the cat itself.
