@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 import kvpass.backend  # makes backend="kvpass" known without installation
-from examples.train_small_model import held_out_files, read_texts, recall_document
+from examples.small_model_data import held_out_files, read_texts, recall_document
 from kvpass.evaluate import (
     RecallPrompt,
     cache_bytes,
