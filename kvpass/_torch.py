@@ -130,14 +130,21 @@ def compile_inductor(
     return cast(Callable[..., Any], compile_fx(module, examples, config_patches=patches))
 
 
-def is_missing_compiler(error: BaseException) -> bool:
-    """Whether ``error`` says that no C++ compiler was found."""
-    from torch._inductor.exc import InvalidCxxCompiler
+def cpp_problem(error: BaseException) -> str | None:
+    """What is wrong with the C++ compiler or the code that Inductor gave it, if that is the error.
+
+    Inductor of torch 2.11 writes masks of a dynamic length in C++ that does not compile.
+    """
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, InvalidCxxCompiler):
+    while cause is not None:
+        if isinstance(cause, InvalidCxxCompiler):
+            return "no C++ compiler was found"
+        if isinstance(cause, CppCompileError):
+            return "the C++ compiler refuses Inductor's code"
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    return cause is not None
+    return None
 
 
 def register_backend_once(function: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ import lowering
 from kvpass._torch import (
     compile_inductor,
     copy_source,
-    is_missing_compiler,
+    cpp_problem,
     register_backend_once,
     trace_artifact,
 )
@@ -160,17 +160,19 @@ def publish(report: GraphReport) -> None:
 def compile_inner(
     module: GraphModule, examples: list[Any], mode: str | None, opts: Options, report: GraphReport
 ) -> Callable[..., Any]:
-    """Inductor's callable; without a C++ compiler the graph is run op by op."""
+    """Inductor's callable; where its C++ cannot be compiled the graph is run op by op."""
     report.inner = opts.inner
     if opts.inner == "eager":
         return module
     try:
         return compile_inductor(module, examples, mode)
     except Exception as error:
-        if not is_missing_compiler(error):
+        problem = cpp_problem(error)
+        if problem is None:
             raise
+        log.debug("Inductor's error", exc_info=error)
         report.inner = "eager"
-        message = "no C++ compiler was found; the graph runs op by op with ATen, more slowly"
+        message = f"{problem}; the graph runs op by op with ATen, more slowly"
         report.warnings.append(message)
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
         return module

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import exc
 
 import kvpass
 import kvpass.backend
@@ -150,17 +151,24 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
     assert (got - wanted[:, 66:]).abs().max().item() <= LOGITS_CODE_FLIP
 
 
-def test_without_a_compiler_the_graph_runs_with_aten(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import exc
-
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (exc.InvalidCxxCompiler(), "no C\\+\\+ compiler was found"),
+        (exc.InductorError(exc.CppCompileError(["g++"], ""), None), "refuses Inductor's code"),
+    ],
+)
+def test_without_a_compiler_the_graph_runs_with_aten(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, problem: str
+) -> None:
     def missing(*_: Any) -> Any:
-        raise exc.InvalidCxxCompiler
+        raise error
 
     monkeypatch.setattr(kvpass.backend, "compile_inductor", missing)
     model = tiny_model("llama")
     ids = prompt(1, 50)
     wanted, _ = run_steps(model, ids, [40] + [1] * 10, None, oracle(model, KIVI))
-    with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found"):
+    with pytest.warns(UserWarning, match=problem):
         got, _ = run_steps(compiled(model, KIVI, inner="inductor"), ids, [40] + [1] * 10)
     assert (got - wanted).abs().max().item() <= LOGITS_CODE_FLIP
 
