@@ -130,8 +130,20 @@ def compile_inductor(
     return cast(Callable[..., Any], compile_fx(module, examples, config_patches=patches))
 
 
+def load_cpp(source: str, flags: Sequence[str]) -> Any:
+    """The library compiled from C++ ``source`` with Inductor's compiler, kept in its cache.
+
+    Args:
+        source: with ``extern "C"`` functions.
+        flags: behind Inductor's own, so that they win.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source, extra_flags=tuple(flags))
+
+
 def cpp_problem(error: BaseException) -> str | None:
-    """What is wrong with the C++ compiler or the code that Inductor gave it, if that is the error.
+    """What is wrong with the C++ compiler or the code that it was given, if that is the error.
 
     Inductor of torch 2.11 writes masks of a dynamic length in C++ that does not compile.
     """
@@ -142,7 +154,7 @@ def cpp_problem(error: BaseException) -> str | None:
         if isinstance(cause, InvalidCxxCompiler):
             return "no C++ compiler was found"
         if isinstance(cause, CppCompileError):
-            return "the C++ compiler refuses Inductor's code"
+            return "the C++ compiler refuses generated code"
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     return None
 

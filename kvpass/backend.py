@@ -79,6 +79,8 @@ def kvpass(
         report.bound = copy_module(module)
     with report.timed("inner compile"):
         inner = compile_inner(module, list(binding.examples), mode, opts, report)
+    if problem := lowering.compiler_problem():
+        warn_of_compiler(problem, report)
     publish(report)
     return PackedCallable(inner, binding, report)
 
@@ -172,10 +174,16 @@ def compile_inner(
             raise
         log.debug("Inductor's error", exc_info=error)
         report.inner = "eager"
-        message = f"{problem}; the graph runs op by op with ATen, more slowly"
+        warn_of_compiler(problem, report)
+        return module
+
+
+def warn_of_compiler(problem: str, report: GraphReport) -> None:
+    """Warns once per graph that there is no usable C++ compiler."""
+    message = f"{problem}; the graph runs op by op with ATen, more slowly"
+    if message not in report.warnings:
         report.warnings.append(message)
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
-        return module
 
 
 register_backend_once(kvpass)

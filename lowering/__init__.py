@@ -2,5 +2,6 @@
 
 from lowering.choice import Choice, lower
 from lowering.codegen import generated_files
+from lowering.cpp.library import compiler_problem
 
-__all__ = ["Choice", "generated_files", "lower"]
+__all__ = ["Choice", "compiler_problem", "generated_files", "lower"]

@@ -58,19 +58,17 @@ def load_kernels(template: str, **parameters: Any) -> ModuleType:
             f"{error}."
         ) from error
     path = write_source(template, text)
-    module = import_source(template, path)
-    _generated[path] = template
-    return module
+    return import_source(template, path)
 
 
-def write_source(template: str, text: str) -> Path:
+def write_source(template: str, text: str, suffix: str = ".py") -> Path:
     """Writes ``text`` to the file that its content names, unless it is there already.
 
     Raises:
         KernelError: if the cache folder cannot be written.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
-    path = cache_folder() / f"{template}_{digest}.py"
+    path = cache_folder() / f"{template}_{digest}{suffix}"
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +78,7 @@ def write_source(template: str, text: str) -> Path:
             f"The kernel of kvpass::{template} cannot be written to {path}: {error.strerror}; "
             f"set {CACHE_VARIABLE} to a folder that can be written."
         ) from error
+    _generated[path] = template
     return path
 
 

@@ -1,7 +1,8 @@
 """Who can compute each ``kvpass::`` op: ordered lists of providers.
 
-Triton providers are ops of their own, ``kvpass_triton::<op>``, with the signature of the op that
-they stand for, made with `torch.library.triton_op`, so that Inductor inlines their kernels.
+Providers are ops of their own with the signature of the op that they stand for:
+``kvpass_triton::<op>``, made with `torch.library.triton_op`, so that Inductor inlines their
+kernels, and ``kvpass_cpp::<op>``, called as they are.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import torch
 import kvpass.ops.append
 import kvpass.ops.attention
 import kvpass.ops.pack
-import kvpass.ops.unpack  # noqa: F401
-from lowering import append, attention, pack
+import kvpass.ops.unpack
+from lowering import append, attention, cpp, pack
+from lowering.cpp import append as _append  # noqa: F401
+from lowering.cpp import attention as _attention  # noqa: F401
+from lowering.cpp import pack as _pack  # noqa: F401
 
 _NAMESPACE = "kvpass_triton"
+_CPP = torch.library.Library("kvpass_cpp", "DEF")
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Provider:
     """One implementation of an op.
 
     Attributes:
-        name: ``triton`` or ``aten``.
+        name: ``cpp``, ``triton`` or ``aten``.
         op: of the ``kvpass`` namespace.
         target: what to call, with the op's arguments.
         supports: given the op's arguments (tensors may be fake), None, or why it declines them.
@@ -59,13 +64,27 @@ def _triton(
     return Provider("triton", op, target, supports)
 
 
+def _cpp(op: str) -> Provider:
+    """Module ``op`` of `lowering.cpp`, with the schema and the fake of the op it stands for."""
+    meaning, module = getattr(kvpass.ops, op), getattr(cpp, op)
+    _CPP.define(meaning.SCHEMA)
+    _CPP.impl(op, getattr(module, op), "CPU")
+    torch.library.register_fake(f"kvpass_cpp::{op}", getattr(meaning, f"{op}_fake"), lib=_CPP)
+    return Provider("cpp", op, getattr(torch.ops.kvpass_cpp, op).default, module.supports)
+
+
 # Best first; the last one of each op supports everything.
 PROVIDERS: dict[str, tuple[Provider, ...]] = {
     "attention": (
+        _cpp("attention"),
         _triton("attention", attention.attention, attention.supports),
         _aten("attention"),
     ),
-    "append": (_triton("append", append.append, append.supports, ("state",)), _aten("append")),
-    "pack": (_triton("pack", pack.pack, pack.supports), _aten("pack")),
+    "append": (
+        _cpp("append"),
+        _triton("append", append.append, append.supports, ("state",)),
+        _aten("append"),
+    ),
+    "pack": (_cpp("pack"), _triton("pack", pack.pack, pack.supports), _aten("pack")),
     "unpack": (_aten("unpack"),),
 }

@@ -1,0 +1,67 @@
+"""``kvpass::append`` in C++: whole flushes are encoded in place, the new tokens join the window."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.residency import MAX_STEP
+from kvpass.errors import KernelError
+from lowering.cpp.attention import pointers
+from lowering.cpp.constants import DTYPES, constants_of, decline_device, decline_state, exact_tokens
+from lowering.cpp.library import decline_compiler, load_function, native_lanes
+
+_ARGUMENTS = struct.Struct("4P3qP5q")
+
+
+def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
+    """Why C++ declines these arguments of ``kvpass::append``, or None."""
+    exact = exact_tokens(state, plan)
+    if new.dtype != exact.dtype:
+        return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
+    return (
+        decline_device(new)
+        or decline_state(state, plan)
+        or decline_compiler("append", **_parameters(plan, int(new.shape[3]), new.dtype))
+    )
+
+
+def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
+    return {
+        "lanes": native_lanes(),
+        "dtype": DTYPES[dtype],
+        "x": constants_of(plan, dim),
+        "max_step": MAX_STEP,
+    }
+
+
+@cache
+def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], int]:
+    return load_function("append", **_parameters(plan, dim, dtype))
+
+
+def append(state: list[Tensor], new: Tensor, plan: str) -> None:
+    """As `kvpass.ops.append.append`, for arguments that `supports` takes.
+
+    Raises:
+        KernelError: if there is no room for the tokens that are due; nothing is written then.
+    """
+    batch, heads, count, dim = new.shape
+    if new.stride(3) != 1:
+        new = new.contiguous()
+    room = _function(plan, dim, new.dtype)(
+        _ARGUMENTS.pack(
+            *pointers(state), batch, heads, state[0].shape[2],
+            new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
+            count, torch.get_num_threads(),
+        )
+    )  # fmt: skip
+    if room >= 0:
+        raise KernelError(
+            f"There is room for {room} packed tokens; {count} new ones do not fit. "
+            "Make room with PackedKV.reserve() first."
+        )

@@ -1,0 +1,135 @@
+"""``kvpass::attention`` in C++: a block of tokens at a time, straight from packed words."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.residency import TensorPlan
+from lowering.cpp.constants import (
+    DTYPES,
+    constants_of,
+    decline_device,
+    decline_state,
+    exact_tokens,
+)
+from lowering.cpp.library import decline_compiler, load_function, native_lanes
+
+# Polynomial for 2 ** x on [-0.5, 0.5], highest power first: least squares of the relative error.
+_EXP2 = (0.0013266971, 0.00967546, 0.055507425, 0.24022122, 0.69314694, 1.0000001)
+# Query rows of a pass: their sums, and those of the tokens beside them, fill the registers.
+_MOST_ROWS = 4
+_ARGUMENTS = struct.Struct("11P15qd")
+_MASKS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
+_NO_MASK = (0, 0, 0, 0, 0)
+
+Function = Callable[[bytes], None]
+
+
+def supports(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+) -> str | None:
+    """Why C++ declines these arguments of ``kvpass::attention``, or None."""
+    k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
+    if TensorPlan.parse(v_plan).codec.token_group > 1:
+        return f"values {v_plan} have groups along tokens"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"the query is {q.dtype}, keys are {k.dtype}, values {v.dtype}"
+    if mask is not None and mask.dtype not in _MASKS:
+        return f"the mask is {mask.dtype}"
+    for plan, tensor in ((k_plan, k), (v_plan, v)):
+        if reason := constants_of(plan, int(tensor.shape[3])).misfit(native_lanes()):
+            return reason
+    return (
+        decline_device(q)
+        or decline_state(keys, k_plan)
+        or decline_state(values, v_plan)
+        or decline_compiler(
+            "attention",
+            **_parameters(k_plan, v_plan, int(k.shape[3]), int(v.shape[3]), q.dtype, _rows(q, k)),
+        )
+    )
+
+
+def _rows(q: Tensor, k: Tensor) -> int:
+    """Query rows of a pass: 1 and 2 if no more share a KV head, which leaves room for tokens."""
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    return rows if rows in (1, 2) else _MOST_ROWS
+
+
+def _parameters(
+    k_plan: str, v_plan: str, k_dim: int, v_dim: int, dtype: torch.dtype, rows: int
+) -> dict[str, object]:
+    return {
+        "lanes": native_lanes(),
+        "dtype": DTYPES[dtype],
+        "k": constants_of(k_plan, k_dim),
+        "v": constants_of(v_plan, v_dim),
+        "rows": rows,
+        "exp2": _EXP2,
+    }
+
+
+@cache
+def _function(
+    k_plan: str, v_plan: str, k_dim: int, v_dim: int, dtype: torch.dtype, rows: int
+) -> Function:
+    return load_function("attention", **_parameters(k_plan, v_plan, k_dim, v_dim, dtype, rows))
+
+
+def attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+) -> Tensor:
+    """As `kvpass.ops.attention.attention`, for arguments that `supports` takes.
+
+    Args and result are that function's. A row that sees no token gives zero. Threads are torch's.
+    """
+    batch, heads, queries, k_dim = q.shape
+    k_codes, v_codes = keys[0], values[0]
+    kv_heads = k_codes.shape[1]
+    v_dim = v_codes.shape[3] if len(values) == 2 else values[2].shape[3]
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    function = _function(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k_codes))
+    out = q.new_empty((batch, heads, queries, v_dim))
+    function(
+        _ARGUMENTS.pack(
+            q.data_ptr(), *pointers(keys), *pointers(values),
+            0 if mask is None else mask.data_ptr(), out.data_ptr(),
+            batch, kv_heads, heads // kv_heads * queries, queries,
+            k_codes.shape[2], v_codes.shape[2], q.stride(0), q.stride(1), q.stride(2),
+            *(_NO_MASK if mask is None else _mask_layout(mask)),
+            torch.get_num_threads(), scale,
+        )
+    )  # fmt: skip
+    return out
+
+
+def pointers(state: Sequence[Tensor]) -> tuple[int, int, int, int]:
+    """Addresses of codes, params, window and ends; 0 for what an identity codec lacks."""
+    if len(state) == 2:
+        return state[0].data_ptr(), 0, 0, state[1].data_ptr()
+    codes, params, window, ends = state
+    return codes.data_ptr(), params.data_ptr(), window.data_ptr(), ends.data_ptr()
+
+
+def _mask_layout(mask: Tensor) -> tuple[int, ...]:
+    """Kind and strides; a broadcast dimension has stride 0."""
+    strides = (s if n != 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True))
+    return (_MASKS[mask.dtype], *strides)

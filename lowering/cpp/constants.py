@@ -1,0 +1,95 @@
+"""What the C++ templates must know of a cache tensor, and reasons to decline one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.residency import TensorPlan
+from lowering.layouts import interpreted
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """One cache tensor as the templates see it.
+
+    Attributes:
+        name: the printed plan.
+        dim: channels of a head.
+        bits: per code; 16 for tokens stored as they are.
+        group: tokens or channels that share a scale; 0 for 16 bits.
+        by_token: groups are channels of one token, not tokens of one channel.
+        window, flush: see `kvpass.cache.residency.Residency`.
+        ring: slots of the exact window; 0 for 16 bits.
+    """
+
+    name: str
+    dim: int
+    bits: int
+    group: int
+    by_token: bool
+    window: int
+    flush: int
+    ring: int
+
+    @property
+    def packed(self) -> bool:
+        """Tokens are stored as codes."""
+        return self.bits != 16
+
+    def misfit(self, lanes: int) -> str | None:
+        """Why vectors of ``lanes`` numbers cannot work on these groups, or None."""
+        if not (self.packed and self.by_token):
+            return None
+        words = self.dim * self.bits // 16
+        for first in range(0, words, lanes):
+            last = min(first + lanes, words) - 1
+            for plane in range(0, self.dim, words):
+                if (plane + first) // self.group != (plane + last) // self.group:
+                    return (
+                        f"groups of {self.group} channels end inside the vectors of head_dim "
+                        f"{self.dim} at {self.bits} bits"
+                    )
+        return None
+
+
+@cache
+def constants_of(plan: str, dim: int) -> Constants:
+    """The constants of a cache tensor with this printed plan and head dimension."""
+    p = TensorPlan.parse(plan)
+    codec, residency = p.codec, p.residency
+    return Constants(
+        str(p), dim, codec.bits, codec.group, codec.axis == "token",
+        residency.window, residency.flush, p.ring,
+    )  # fmt: skip
+
+
+def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
+    """The tensor of a state that holds tokens ``[B, H, ..., D]`` in the model's dtype."""
+    return state[0] if TensorPlan.parse(plan).codec.identity else state[2]
+
+
+def decline_device(x: Tensor) -> str | None:
+    """Why C++ cannot work on ``x``, or None."""
+    if interpreted():
+        return "Triton's interpreter is asked for"
+    if x.device.type != "cpu":
+        return f"device {x.device.type} is not a CPU"
+    if x.dtype not in DTYPES:
+        return f"{x.dtype} is not supported; C++ takes float32, bfloat16 and float16"
+    return None
+
+
+def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
+    """Why C++ cannot work on this state, or None."""
+    names = TensorPlan.parse(plan).state_names
+    for name, tensor in zip(names, state, strict=True):
+        if not tensor.is_contiguous():
+            return f"{name} is not contiguous"
+    return None

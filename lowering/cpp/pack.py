@@ -1,0 +1,52 @@
+"""``kvpass::pack`` in C++: the state of a first prompt."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.residency import TensorPlan
+from kvpass.ops.pack import empty_state
+from lowering.cpp.attention import pointers
+from lowering.cpp.constants import DTYPES, constants_of, decline_device
+from lowering.cpp.library import decline_compiler, load_function, native_lanes
+
+_ARGUMENTS = struct.Struct("4P3qP6q")
+
+
+def supports(new: Tensor, plan: str) -> str | None:
+    """Why C++ declines these arguments of ``kvpass::pack``, or None."""
+    return decline_device(new) or decline_compiler(
+        "pack", **_parameters(plan, int(new.shape[3]), new.dtype)
+    )
+
+
+def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
+    return {"lanes": native_lanes(), "dtype": DTYPES[dtype], "x": constants_of(plan, dim)}
+
+
+@cache
+def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None]:
+    return load_function("pack", **_parameters(plan, dim, dtype))
+
+
+def pack(new: Tensor, plan: str) -> list[Tensor]:
+    """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
+    p = TensorPlan.parse(plan)
+    batch, heads, count, dim = new.shape
+    packed = p.packed(count)
+    state = empty_state(new, p, packed)
+    if new.stride(3) != 1:
+        new = new.contiguous()
+    _function(plan, dim, new.dtype)(
+        _ARGUMENTS.pack(
+            *pointers(state), batch, heads, state[0].shape[2],
+            new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
+            count, packed, torch.get_num_threads(),
+        )
+    )  # fmt: skip
+    return state
