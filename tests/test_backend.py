@@ -126,7 +126,7 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
         appended = 0
 
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if target is torch.ops.kvpass.append.default:
+            if target is torch.ops.kvpass_cpp.append.default:
                 self.appended += 1
                 if armed[0] and self.appended == 4:
                     raise BrokenError
@@ -203,7 +203,7 @@ def test_explain_shows_graphs_and_saves_them(tmp_path: Any) -> None:
         "quantize_cache",
         "fuse_attention",
         "int2.channel32",
-        "attention: aten",
+        "attention: cpp",
         "50 tokens",
     ):
         assert part in text

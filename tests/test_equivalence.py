@@ -44,7 +44,7 @@ def test_logits_equal_the_oracles(
         got, cache = run_steps(compiled(model, chosen), ids, STEPS, mask)
         assert all(isinstance(t, PackedKV) for x in cache.layers for t in (x.keys, x.values)), name
         error = (got - wanted)[visible].abs().max().item()
-        assert error <= logits(dtype), f"{name}: {error}"
+        assert error <= logits(dtype, name), f"{name}: {error}"
         effect = (wanted - plain)[visible].abs().max().item()
         # A recipe that changed nothing would make the comparison empty.
         assert effect == 0 if name == "fp" else effect > 10 * LOWEST[dtype], f"{name}: {effect}"
@@ -68,7 +68,7 @@ def test_chats_and_small_steps(name: str, attention: str, padded: bool) -> None:
     wanted, _ = run_steps(model, ids, steps, mask, oracle(model, RECIPES[name]))
     got, cache = run_steps(compiled(model, RECIPES[name]), ids, steps, mask)
     assert isinstance(cache.layers[0].keys, PackedKV)
-    assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32)
+    assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32, name)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33])
@@ -79,7 +79,7 @@ def test_short_first_prompts(length: int) -> None:
     ids = prompt(1, sum(steps))
     wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
     got, _ = run_steps(compiled(model, chosen), ids, steps)
-    assert (got - wanted).abs().max().item() <= logits(torch.float32)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32, "kivi-2bit")
 
 
 def test_inductor_equals_the_oracle() -> None:
@@ -88,7 +88,7 @@ def test_inductor_equals_the_oracle() -> None:
     ids = prompt(1, sum(STEPS))
     wanted, _ = run_steps(model, ids, STEPS, None, oracle(model, chosen))
     got, _ = run_steps(compiled(model, chosen, inner="inductor"), ids, STEPS)
-    assert (got - wanted).abs().max().item() <= logits(torch.float32)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32, "kivi-2bit")
 
 
 def test_a_plain_cache_is_packed_on_the_way() -> None:

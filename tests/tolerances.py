@@ -7,6 +7,10 @@ import torch
 # The same decoded values through two dense attentions: float32 sums in another order, two layers
 # deep.
 LOGITS_FP32 = 5e-6
+# As above, through kernels that read codes as numbers between 1 and 2 and fold scales into the
+# query: scores of these peaked models reach 60, of which float32 sums in another order keep 1e-5,
+# and weights follow them one to one.
+LOGITS_CODES_FP32 = 2e-5
 # bf16 has 8 bits: one rounding of a score near 8 is 0.03. The fused form keeps scores in float32
 # where the model's eager attention rounds them to bf16 before the softmax; with SDPA both round
 # alike.
@@ -17,8 +21,20 @@ LOGITS_BF16 = 6e-2
 LOGITS_CODE_FLIP = 1e-3
 # One attention in float32 against float64 on the same decoded values.
 ATTENTION_FP32 = 2e-6
+# Relative error of attention in C++ against float64 on the same decoded values.
+CPP_ATTENTION = {
+    # Sums of a few hundred products in float32 that cancel in part (codes are read as numbers
+    # between 1 and 2), and an exponential that is good to 2e-7.
+    torch.float32: 4e-6,
+    # Sums are in float32; the output is rounded to 8 bits (2**-9) or 11 bits (2**-12), on average
+    # half of that.
+    torch.bfloat16: 3e-3,
+    torch.float16: 4e-4,
+}
 
 
-def logits(dtype: torch.dtype) -> float:
-    """For logits of a tiny model computed in ``dtype``."""
-    return LOGITS_FP32 if dtype == torch.float32 else LOGITS_BF16
+def logits(dtype: torch.dtype, recipe: str = "fp") -> float:
+    """For logits of a tiny model computed in ``dtype`` with a cache of this recipe."""
+    if dtype != torch.float32:
+        return LOGITS_BF16
+    return LOGITS_FP32 if recipe == "fp" else LOGITS_CODES_FP32

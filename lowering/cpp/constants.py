@@ -51,11 +51,8 @@ class Constants:
         for first in range(0, words, lanes):
             last = min(first + lanes, words) - 1
             for plane in range(0, self.dim, words):
-                if (plane + first) // self.group != (plane + last) // self.group:
-                    return (
-                        f"groups of {self.group} channels end inside the vectors of head_dim "
-                        f"{self.dim} at {self.bits} bits"
-                    )
+                if (plane + last) // self.group - (plane + first) // self.group > 1:
+                    return f"groups of {self.group} channels are too small for {lanes} lanes"
         return None
 
 

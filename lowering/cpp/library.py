@@ -6,6 +6,7 @@ A source is also written to the folder of generated kernels, to be read.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,8 +22,9 @@ _LANES = {"AVX512": 16, "AVX2": 8}
 _PLAIN_LANES = 4
 # Results must not depend on what is infinite or unseen; products may join additions.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
-# What went wrong with the compiler in this process: it is not tried again.
+# What went wrong with the compiler in this process.
 _problems: list[str] = []
+log = logging.getLogger(__name__)
 
 
 @cache
@@ -72,21 +74,21 @@ def load_function(template: str, **parameters: Any) -> Callable[[bytes], Any]:
     return function  # type: ignore[no-any-return]
 
 
+@cache
 def decline_compiler(template: str, **parameters: Any) -> str | None:
     """Compiles the function; why that is not possible, or None."""
-    if _problems:
-        return _problems[0]
     try:
         load_function(template, **parameters)
     except Exception as error:
         problem = cpp_problem(error)
         if problem is None:
             raise
+        log.debug("%s cannot be compiled", template, exc_info=error)
         _problems.append(problem)
         return problem
     return None
 
 
 def compiler_problem() -> str | None:
-    """Why no C++ could be compiled in this process, if it was tried."""
+    """Why some C++ could not be compiled in this process, if so."""
     return _problems[0] if _problems else None

@@ -10,14 +10,17 @@ import torch
 import triton
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._guards import TracingContext, tracing
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from kvpass.ops.pack import pack_fake
-from lowering import Choice, lower
+from lowering import Choice, compiler_problem, lower
+from lowering.cpp.library import decline_compiler, load_function
 from lowering.providers import PROVIDERS
 
 KEYS, VALUES = "int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"
+ON_GPU = "device cuda is not a CPU"
 ON_CPU = "Triton runs on CPU only in its interpreter, for tests"
 
 
@@ -50,20 +53,39 @@ def test_triton_on_a_gpu():
     graph = decode_graph(FakeTensorMode())
     choices = lower(graph)
     assert [(c.op, c.provider, c.declined) for c in choices] == [
-        ("append", "triton", ()),
-        ("append", "triton", ()),
-        ("attention", "triton", ()),
+        ("append", "triton", (("cpp", ON_GPU),)),
+        ("append", "triton", (("cpp", ON_GPU),)),
+        ("attention", "triton", (("cpp", ON_GPU),)),
     ]
     targets = [n.target for n in graph.nodes if n.op == "call_function"]
     kernels = torch.ops.kvpass_triton
     assert targets == [kernels.append.default, kernels.append.default, kernels.attention.default]
 
 
-def test_aten_on_cpu():
+def test_cpp_on_cpu():
     graph = decode_graph(FakeTensorMode(), "cpu")
-    declined = (("triton", ON_CPU),)
+    assert [(c.op, c.provider, c.declined) for c in lower(graph)] == [
+        ("append", "cpp", ()),
+        ("append", "cpp", ()),
+        ("attention", "cpp", ()),
+    ]
+    assert torch.ops.kvpass_cpp.attention.default in {n.target for n in graph.nodes}
+
+
+def test_aten_where_no_compiler_is(monkeypatch):
+    def missing(*_):
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("lowering.cpp.library.load_cpp", missing)
+    monkeypatch.setattr("lowering.cpp.library._problems", [])
+    decline_compiler.cache_clear()
+    load_function.cache_clear()
+    graph = decode_graph(FakeTensorMode(), "cpu", dim=32)
+    declined = (("cpp", "no C++ compiler was found"), ("triton", ON_CPU))
     assert lower(graph)[-1] == Choice("attention", "attention_default", "aten", declined)
     assert torch.ops.kvpass.attention.default in {n.target for n in graph.nodes}
+    assert compiler_problem() == "no C++ compiler was found"
+    decline_compiler.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -81,11 +103,15 @@ def test_reasons(arguments, op, reason):
     assert ("triton", reason) in next(c for c in choices if c.op == op).declined
 
 
+def provider(op, name):
+    return next(p for p in PROVIDERS[op] if p.name == name)
+
+
 def test_state_with_gaps_is_declined():
     with FakeTensorMode():
         x = torch.empty(1, 2, 256, 64, dtype=torch.float16, device="cuda")
         state = [t.expand(2, *t.shape[1:]) for t in pack_fake(x, KEYS)]
-        reason = PROVIDERS["append"][0].supports(state, x.new_empty(2, 2, 1, 64), KEYS)
+        reason = provider("append", "triton").supports(state, x.new_empty(2, 2, 1, 64), KEYS)
     assert reason == "codes is not contiguous"
 
 
@@ -131,7 +157,8 @@ def test_without_triton():
         "import sys; sys.modules['triton'] = None\n"
         "import torch, lowering\n"
         "from lowering.providers import PROVIDERS\n"
-        "print(PROVIDERS['pack'][0].supports(torch.empty(1, 1, 4, 64), 'fp'))\n"
+        "triton = next(p for p in PROVIDERS['pack'] if p.name == 'triton')\n"
+        "print(triton.supports(torch.empty(1, 1, 4, 64), 'fp'))\n"
     )
     done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True)
     assert done.stdout.strip() == "triton is not installed", done.stderr

@@ -1,0 +1,97 @@
+"""Generated C++ pack and append against their references, bit for bit, with poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpass.cache.residency import TensorPlan
+from kvpass.errors import KernelError
+from kvpass.ops.append import append as reference_append
+from kvpass.ops.pack import pack as reference_pack
+from lowering.cpp import append, pack
+from tests.triton_templates.kernel_reference import keys_like, poison, written
+
+PLANS = (
+    "fp",
+    "int2.channel32/window=0,flush=128",
+    "int4.channel32/window=40,flush=64",
+    "int8.channel24/window=0,flush=24",
+    "int2.token16/window=128,flush=1",
+    "int4.token40/window=0,flush=5",
+    "int8.token80/window=7,flush=2",
+)
+STEPS = (1, 16, 40, 1, 3, 130, 16, 16, 16, 16, 16, 16, 16, 16, 1)
+
+
+def same(got, wanted, plan):
+    for a, b in zip(written(got, plan), written(wanted, plan), strict=True):
+        assert torch.equal(a, b)
+
+
+def tokens_like(n, seed, dtype, dim=80):
+    """Some channels and some tokens are constant; the layout is a model's."""
+    x = keys_like(2, 2, n, dim, torch.float32, seed)
+    x[..., :3] = 1.5
+    x[:, 1:, ::3] = -2.0
+    return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def with_room(state, plan, tokens):
+    """The same state in larger, poisoned memory."""
+    roomy = pack.empty_state(
+        torch.empty(2, 2, 1, 80, dtype=state[0].dtype), TensorPlan.parse(plan), tokens
+    )
+    if plan == "fp":
+        roomy[0][:, :, : state[0].shape[2]] = state[0]
+        return [roomy[0], state[1]]
+    codes, params, window, ends = state
+    roomy[0][:, :, : codes.shape[2]] = codes
+    roomy[1][:, :, : params.shape[2], : params.shape[3]] = params
+    return poison([roomy[0], roomy[1], window, ends], plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("plan", PLANS)
+def test_pack_and_append_are_exact(plan, dtype, lanes):
+    for tokens in (1, 39, 300, 1100):
+        x = tokens_like(tokens, 1, dtype)
+        assert pack.supports(x, plan) is None
+        got, wanted = pack.pack(x, plan), reference_pack(x, plan)
+        same(got, wanted, plan)
+    got, wanted = with_room(got, plan, 2000), with_room(wanted, plan, 2000)
+    for i, n in enumerate(STEPS):
+        new = tokens_like(n, 50 + i, dtype)
+        assert append.supports(got, new, plan) is None
+        append.append(got, new, plan)
+        reference_append(wanted, new, plan)
+        same(got, wanted, plan)
+
+
+@pytest.mark.parametrize("plan", ["fp", "int4.channel32/window=0,flush=32"])
+def test_without_room_nothing_is_written(plan):
+    x = tokens_like(300, 0, torch.float32)
+    state = pack.pack(x, plan)
+    before = [t.clone() for t in state]
+    with pytest.raises(KernelError, match="room for 384 packed tokens; 500 new ones"):
+        append.append(state, tokens_like(500, 1, torch.float32), plan)
+    for a, b in zip(state, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_extreme_values_saturate_as_in_the_reference():
+    x = tokens_like(64, 0, torch.float32)
+    x[:, :, 5], x[:, :, 40, 7] = 1e6, -3e38
+    x[:, :, 9, 3] = 1e-7
+    for plan in PLANS[1:]:
+        same(pack.pack(x, plan), reference_pack(x, plan), plan)
+
+
+def test_what_is_declined():
+    x = tokens_like(40, 0, torch.float32)
+    state = reference_pack(x, PLANS[1])
+    assert append.supports(state, x.half(), PLANS[1]) == (
+        "new tokens are torch.float16, those of the cache torch.float32"
+    )
+    assert pack.supports(x.double(), PLANS[1]).startswith("torch.float64 is not supported")
+    assert pack.supports(x.to("meta"), PLANS[1]) == "device meta is not a CPU"
