@@ -1,6 +1,6 @@
 """How ``kvpass::`` ops are computed: providers, and the choice of one for each op of a graph."""
 
-from lowering.choice import Choice, lower
+from lowering.choice import Choice, choose, lower
 from lowering.codegen import generated_files
 
-__all__ = ["Choice", "generated_files", "lower"]
+__all__ = ["Choice", "choose", "generated_files", "lower"]

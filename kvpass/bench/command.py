@@ -1,0 +1,107 @@
+"""``kvpass bench``: the command line of the benchmarks. Imports torch only when one runs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpass.bench.timing import Result
+
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def add_bench(commands: Any) -> None:
+    """Adds ``bench`` and its sub-commands to the sub-parsers of a command line."""
+    bench = commands.add_parser("bench", help="measure speed and memory")
+    kinds = bench.add_subparsers(required=True, metavar="benchmark")
+    _add_attention(kinds)
+
+
+def _output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the machine and all raw times")
+    parser.add_argument("--plot", metavar="FILE", help="draw the medians (needs kvpass[plot])")
+
+
+def _timing_options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    parser.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--dtype", help=f"{', '.join(_DTYPES)}; default: float32 on CPU, else "
+                        "bfloat16")  # fmt: skip
+    parser.add_argument("--threads", type=int, help="CPU threads of torch")
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed calls of each contender")
+    parser.add_argument("--recipes", nargs="+", default=["kivi-4bit", "kivi-2bit"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    _output_options(parser)
+
+
+def _add_attention(kinds: Any) -> None:
+    parser = kinds.add_parser("attention", help="one decode step's attention against SDPA")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 32768])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--launch",
+        choices=("graph", "plain"),
+        default="graph",
+        help="on a GPU: time CUDA graphs, or launches from Python",
+    )
+    _timing_options(parser, rounds=30)
+    parser.set_defaults(run=run_attention)
+
+
+def run_attention(args: argparse.Namespace) -> int:
+    """``kvpass bench attention``."""
+    from kvpass.bench.attention import attention_section, bench_attention
+    from kvpass.bench.contenders import Case
+    from kvpass.bench.report import check_outputs, plot_lines, result_json, write_json
+
+    check_outputs(args.json, args.plot)
+    device, dtype = _place(args)
+    cases = [
+        Case(b, args.heads, args.kv_heads, args.head_dim, t, dtype, device)
+        for b in args.batch
+        for t in args.tokens
+    ]
+    runs = bench_attention(cases, args.recipes, args.rounds, graphs=args.launch == "graph")
+    print("\n\n".join(str(attention_section(run)) for run in runs))
+    if args.json:
+        rows = [
+            {"tokens": run.case.tokens, "batch": run.case.batch, "copy_gb_s": run.copy_gb_s}
+            | result_json(result)
+            for run in runs
+            for result in run.results
+        ]
+        write_json(args.json, "attention", _arguments(args), rows)
+    if args.plot:
+        series: dict[str, list[tuple[float, float]]] = {}
+        for run in runs:
+            for r in (r for r in run.results if r.times_ms):
+                name = r.name if len(args.batch) == 1 else f"{r.name}, batch {run.case.batch}"
+                series.setdefault(name, []).append((run.case.tokens, r.median_ms))
+        plot_lines(args.plot, series, "tokens in the cache", "ms per decode step's attention")
+    return _exit_code([r for run in runs for r in run.results])
+
+
+def _place(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Device and dtype, the threads being set."""
+    import torch
+
+    from kvpass.bench.device import pick_device, pick_dtype
+    from kvpass.errors import OptionError
+
+    for name in ("rounds", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise OptionError(f"--{name} {getattr(args, name)} is not supported; at least 1.")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = pick_device(args.device)
+    return device, pick_dtype(args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+
+
+def _arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if name != "run"}
+
+
+def _exit_code(results: list[Result]) -> int:
+    return int(any(result.wrong for result in results))
