@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from kvpass.bench.timing import Result
 
 _DTYPES = ("float16", "bfloat16", "float32")
+_SIZES = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")
 
 
 def add_bench(commands: Any) -> None:
@@ -16,6 +17,7 @@ def add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure speed and memory")
     kinds = bench.add_subparsers(required=True, metavar="benchmark")
     _add_attention(kinds)
+    _add_memory(kinds)
 
 
 def _output_options(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +34,13 @@ def _timing_options(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument("--recipes", nargs="+", default=["kivi-4bit", "kivi-2bit"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     _output_options(parser)
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", default="small", help="small (default) or llama-3.1-8b")
+    parser.add_argument("--config", metavar="FILE", help="a transformers config.json instead")
+    for name in _SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="of the preset")
 
 
 def _add_attention(kinds: Any) -> None:
@@ -81,6 +90,57 @@ def run_attention(args: argparse.Namespace) -> int:
                 series.setdefault(name, []).append((run.case.tokens, r.median_ms))
         plot_lines(args.plot, series, "tokens in the cache", "ms per decode step's attention")
     return _exit_code([r for run in runs for r in run.results])
+
+
+def _add_memory(kinds: Any) -> None:
+    parser = kinds.add_parser("memory", help="the context and the batch that fit into a budget")
+    parser.add_argument("--budget", default="16GiB", help="bytes for the cache, e.g. 16GiB")
+    parser.add_argument("--batch", type=int, default=1, help="for the largest context")
+    parser.add_argument("--context", type=int, default=32768, help="for the largest batch")
+    parser.add_argument("--dtype", default="bfloat16", help=", ".join(_DTYPES))
+    parser.add_argument("--recipes", nargs="+", default=["kivi-4bit", "kivi-2bit"])
+    _model_options(parser)
+    _output_options(parser)
+    parser.set_defaults(run=run_memory)
+
+
+def run_memory(args: argparse.Namespace) -> int:
+    """``kvpass bench memory``."""
+    from dataclasses import asdict
+
+    from kvpass.bench.device import pick_dtype
+    from kvpass.bench.memory import bench_memory, memory_section, parse_bytes
+    from kvpass.bench.models import cache_shape
+    from kvpass.bench.report import check_outputs, plot_bars, write_json
+
+    check_outputs(args.json, args.plot)
+    shape = cache_shape(_config(args))
+    budget, dtype = parse_bytes(args.budget), pick_dtype(args.dtype)
+    fits = bench_memory(shape, args.recipes, budget, args.batch, args.context, dtype)
+    title = (
+        f"{budget:,} bytes for a {args.dtype} cache of {shape.layers} layers, {shape.kv_heads} KV "
+        f"heads of {shape.head_dim}: context at batch {args.batch}, batch at {args.context} tokens"
+    )
+    print(memory_section(fits, title))
+    if args.json:
+        write_json(args.json, "memory", _arguments(args), [asdict(fit) for fit in fits])
+    if args.plot:
+        label = f"largest context at batch {args.batch}, tokens"
+        plot_bars(args.plot, {fit.name: fit.context for fit in fits}, label)
+    return int(any(fit.error for fit in fits))
+
+
+def _config(args: argparse.Namespace) -> Any:
+    """The transformers config that the options name."""
+    from kvpass.bench.models import load_config, preset
+    from kvpass.errors import OptionError
+
+    sizes = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
+    if args.config is None:
+        return preset(args.preset, sizes).config()
+    if sizes:
+        raise OptionError(f"--config takes no {', '.join(sorted(sizes))} beside it.")
+    return load_config(args.config)
 
 
 def _place(args: argparse.Namespace) -> tuple[Any, Any]:
