@@ -17,6 +17,7 @@ def add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure speed and memory")
     kinds = bench.add_subparsers(required=True, metavar="benchmark")
     _add_attention(kinds)
+    _add_decode(kinds)
     _add_memory(kinds)
 
 
@@ -90,6 +91,46 @@ def run_attention(args: argparse.Namespace) -> int:
                 series.setdefault(name, []).append((run.case.tokens, r.median_ms))
         plot_lines(args.plot, series, "tokens in the cache", "ms per decode step's attention")
     return _exit_code([r for run in runs for r in run.results])
+
+
+def _add_decode(kinds: Any) -> None:
+    parser = kinds.add_parser("decode", help="tokens per second against transformers' caches")
+    parser.add_argument("--context", type=int, default=4096, help="tokens in the cache")
+    parser.add_argument("--fill", default="random", help="random (default) or prompt: a prefill")
+    parser.add_argument("--inner", default="inductor", help="inductor (default) or eager")
+    _model_options(parser)
+    _timing_options(parser, rounds=20)
+    parser.set_defaults(run=run_decode)
+
+
+def run_decode(args: argparse.Namespace) -> int:
+    """``kvpass bench decode``."""
+    from kvpass.bench.decode import bench_decode, decode_json, decode_section, tokens_per_second
+    from kvpass.bench.decoders import Setting
+    from kvpass.bench.report import check_outputs, plot_bars, result_json, write_json
+
+    check_outputs(args.json, args.plot)
+    device, dtype = _place(args)
+    config = _config(args)
+    settings = [
+        Setting(config, args.context, batch, dtype, device, args.fill, args.inner)
+        for batch in args.batch
+    ]
+    runs = [(s, bench_decode(s, args.recipes, args.rounds)) for s in settings]
+    print("\n\n".join(str(decode_section(s, results)) for s, results in runs))
+    pairs = [(s, r) for s, results in runs for r in results]
+    if args.json:
+        rows = [decode_json(s, r) | result_json(r) for s, r in pairs]
+        write_json(args.json, "decode", _arguments(args), rows)
+    if args.plot:
+        many = len(args.batch) > 1
+        bars = {
+            f"{r.name}, batch {s.batch}" if many else r.name: tokens_per_second(s, r)
+            for s, r in pairs
+            if r.times_ms
+        }
+        plot_bars(args.plot, bars, f"tokens per second at {args.context} tokens")
+    return _exit_code([r for _, r in pairs])
 
 
 def _add_memory(kinds: Any) -> None:

@@ -29,6 +29,7 @@ class Contender:
         tolerance: largest error that counts as right.
         bytes_read: by one call.
         note: shown beside the numbers.
+        prepare: runs before the first call, untimed.
         required: whether an exception is raised; otherwise it becomes the result's ``problem``.
         after_first: returns a further note, once the first call has been made.
     """
@@ -39,6 +40,7 @@ class Contender:
     tolerance: float
     bytes_read: int = 0
     note: str = ""
+    prepare: Callable[[], None] | None = None
     required: bool = False
     after_first: Callable[[], str] | None = None
 
@@ -148,6 +150,9 @@ def _prepare(
 
 
 def _check(contender: Contender, result: Result, device: torch.device) -> None:
+    if contender.prepare is not None:
+        contender.prepare()
+        synchronize(device)
     for i, call in enumerate(contender.calls):
         start = time.perf_counter()
         out = call()
