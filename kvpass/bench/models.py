@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,8 +128,17 @@ def cache_shape(config: Any) -> CacheShape:
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A causal language model with random weights, in eval mode, with SDPA."""
+    """A causal language model with random weights, in eval mode, with SDPA.
+
+    Matrices are scaled so that attention is as peaked in every size of model as in trained ones:
+    otherwise it would average the whole cache, and logits would not tell a wrong one.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    scale = 4 * math.sqrt(1024 / config.get_text_config(decoder=True).hidden_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(scale)
     return model.to(device).eval()
