@@ -106,7 +106,7 @@ def _add_decode(kinds: Any) -> None:
 def run_decode(args: argparse.Namespace) -> int:
     """``kvpass bench decode``."""
     from kvpass.bench.decode import bench_decode, decode_json, decode_section, tokens_per_second
-    from kvpass.bench.decoders import Setting
+    from kvpass.bench.filling import Setting
     from kvpass.bench.report import check_outputs, plot_bars, result_json, write_json
 
     check_outputs(args.json, args.plot)

@@ -9,13 +9,13 @@ import torch
 
 from kvpass.bench.decoders import (
     EAGER_NAME,
-    Setting,
     dynamic_contender,
     eager_contender,
     packed_contender,
     quantized_contenders,
     static_contender,
 )
+from kvpass.bench.filling import Setting
 from kvpass.bench.models import random_model
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Result, measure

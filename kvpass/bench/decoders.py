@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import math
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -15,98 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
-from transformers.cache_utils import QuantizedLayer
 
 import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without installation)
 from kvpass._torch import mark_dynamic
-from kvpass.bench.contenders import random_tokens
-from kvpass.bench.models import CacheShape, cache_shape
-from kvpass.bench.timing import Contender, Result, relative_error, synchronize
-from kvpass.cache.packed import PackedKV
-from kvpass.errors import OptionError, unknown
+from kvpass.bench.filling import (
+    Filled,
+    Setting,
+    Step,
+    decoded_cache,
+    dynamic_cache,
+    packed_cache,
+    prefill,
+    random_cache,
+    step,
+)
+from kvpass.bench.timing import Contender, Result, relative_error
 from kvpass.inspect.report import reports
-from kvpass.options import INNER
 from kvpass.recipes import recipe as recipe_of
 
 EAGER_NAME = "eager, DynamicCache"
-FILLS = ("random", "prompt")
-# A filled cache, and what to say of how it was filled.
-Filled = tuple[Any, str]
-Step = Callable[[Any, Tensor, Any], Tensor]
-# Relative error of a step's logits against the uncompiled model on the decoded cache, for one
-# layer; it grows with the square root of their number. A wrong cache is off by more than 1.
-_LAYER_TOLERANCE = {
-    # On a GPU the kernels' operands over packed tokens are fp16 (1.5e-3).
-    torch.float32: 5e-3,
-    torch.float16: 8e-3,
-    # bf16 rounds every product to 2**-9: measured 0.035 on 12 layers, 0.096 on 32.
-    torch.bfloat16: 5e-2,
-}
 _QUANTIZED = {"quanto": "optimum.quanto", "hqq": "hqq"}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all contenders decode.
-
-    Attributes:
-        config: transformers config of the model.
-        context: tokens in the cache when the first step begins.
-        batch: sequences.
-        dtype, device: of the model.
-        fill: ``random`` keys and values, or a ``prompt`` that is prefilled.
-        inner: what compiles graphs: ``inductor``, or ``eager`` to run them op by op.
-
-    Raises:
-        OptionError: if a value is not allowed.
-    """
-
-    config: Any
-    context: int
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-    fill: str = "random"
-    inner: str = "inductor"
-
-    def __post_init__(self) -> None:
-        for name in ("context", "batch"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name}={getattr(self, name)} is not supported; at least 1.")
-        if self.fill not in FILLS:
-            raise OptionError(unknown("fill", self.fill, FILLS))
-        if self.inner not in INNER:
-            raise OptionError(unknown("inner compiler", self.inner, INNER))
-
-    @property
-    def shape(self) -> CacheShape:
-        """Of the model's cache."""
-        return cache_shape(self.config)
-
-    @property
-    def tolerance(self) -> float:
-        """Largest relative error of logits that counts as right."""
-        return _LAYER_TOLERANCE[self.dtype] * math.sqrt(self.shape.layers)
-
-    def ids(self, length: int) -> Tensor:
-        """Random token ids ``[B, length]``."""
-        generator = torch.Generator(self.device).manual_seed(7)
-        vocabulary = self.config.get_text_config(decoder=True).vocab_size
-        size = (self.batch, length)
-        return torch.randint(vocabulary, size, generator=generator, device=self.device)
-
-    def layer(self) -> tuple[Tensor, Tensor]:
-        """Random keys and values ``[B, H, T, D]``; the same for every layer, which copies them."""
-        shape = (self.batch, self.shape.kv_heads, self.context, self.shape.head_dim)
-        keys, values = (random_tokens(shape, self.dtype, self.device, seed) for seed in (1, 2))
-        return keys, values
-
-
-def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """One forward pass; logits ``[B, V]`` of the last token."""
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits: Tensor = out.logits[:, -1]
-    return logits
 
 
 def new_step(name: str) -> Step:
@@ -168,24 +93,6 @@ class _Decoding:
         )  # fmt: skip
 
 
-def decoded_cache(setting: Setting, cache: Any) -> Any:
-    """A plain cache with what ``cache`` holds, which stays as it is."""
-    plain = DynamicCache(config=setting.config)
-    for i, layer in enumerate(cache.layers):
-        if isinstance(layer, QuantizedLayer):
-            # transformers' quantized layers answer an update, here by nothing, with all tokens.
-            shape = (setting.batch, setting.shape.kv_heads, 0, setting.shape.head_dim)
-            nothing = torch.empty(shape, dtype=setting.dtype, device=setting.device)
-            keys, values = layer.update(nothing, nothing)
-        else:
-            keys, values = (
-                (x.decode() if isinstance(x, PackedKV) else x)[:, :, : setting.context]
-                for x in (layer.keys, layer.values)
-            )
-        plain.update(keys, values, i)
-    return plain
-
-
 def packed_contender(setting: Setting, model: Any, recipe: str) -> Contender:
     """The model compiled by kvpass under ``recipe``."""
     chosen = recipe_of(recipe)
@@ -196,7 +103,7 @@ def packed_contender(setting: Setting, model: Any, recipe: str) -> Contender:
     def fill() -> Filled:
         if setting.fill == "prompt":
             return prefill(setting, model, run, lambda: DynamicCache(config=setting.config))
-        return _packed_cache(setting, chosen.plan(setting.config)), ""
+        return packed_cache(setting, chosen.plan(setting.config).default), ""
 
     decoding = _Decoding(setting, model, run, fill)
     return decoding.contender(f"kvpass {recipe}", required=True)
@@ -205,7 +112,7 @@ def packed_contender(setting: Setting, model: Any, recipe: str) -> Contender:
 def eager_contender(setting: Setting, model: Any) -> Contender:
     """The model as transformers runs it."""
     run = new_step("eager_step")
-    decoding = _Decoding(setting, model, run, partial(_dynamic_cache, setting, model, run))
+    decoding = _Decoding(setting, model, run, partial(dynamic_cache, setting, model, run))
     return decoding.contender(EAGER_NAME)
 
 
@@ -214,7 +121,7 @@ def dynamic_contender(setting: Setting, model: Any) -> Contender:
     run: Step = torch.compile(new_step("dynamic_step"), backend=setting.inner)
 
     def fill() -> Filled:
-        cache, note = _dynamic_cache(setting, model, run)
+        cache, note = dynamic_cache(setting, model, run)
         for layer in cache.layers:
             mark_dynamic(layer.keys, 2)
             mark_dynamic(layer.values, 2)
@@ -240,7 +147,7 @@ def static_contender(setting: Setting, model: Any, room: int) -> Contender:
         if setting.fill == "prompt":
             # As `generate` does: the prompt of a static cache is not compiled.
             return prefill(setting, model, new_step("static_prefill"), new_cache)
-        return _random_cache(setting, new_cache()), ""
+        return random_cache(setting, new_cache()), ""
 
     decoding = _Decoding(setting, model, run, fill)
     name = "compile, StaticCache" + (f", {mode}" if mode and compiled else "")
@@ -270,55 +177,9 @@ def _quantized_contender(setting: Setting, model: Any, name: str, backend: str) 
     def fill() -> Filled:
         if setting.fill == "prompt":
             return prefill(setting, model, run, new_cache)
-        return _random_cache(setting, new_cache()), ""
+        return random_cache(setting, new_cache()), ""
 
     return _Decoding(setting, model, run, fill).contender(name)
-
-
-def prefill(setting: Setting, model: Any, run: Step, new_cache: Callable[[], Any]) -> Filled:
-    """A cache that a prompt has filled, and the seconds that took: at first, then again."""
-    seconds = []
-    prompt = setting.ids(setting.context)
-    for _ in range(2):
-        cache = new_cache()
-        start = time.perf_counter()
-        run(model, prompt, cache)
-        synchronize(setting.device)
-        seconds.append(time.perf_counter() - start)
-    return cache, f"prefill {seconds[1]:.2f} s (the first {seconds[0]:.2f} s)"
-
-
-def _dynamic_cache(setting: Setting, model: Any, run: Step) -> Filled:
-    cache = DynamicCache(config=setting.config)
-    if setting.fill == "prompt":
-        return prefill(setting, model, run, lambda: DynamicCache(config=setting.config))
-    return _random_cache(setting, cache), ""
-
-
-def _random_cache(setting: Setting, cache: Any) -> Any:
-    keys, values = setting.layer()
-    for i in range(setting.shape.layers):
-        cache.update(keys.clone(), values.clone(), i)
-    return cache
-
-
-def _packed_cache(setting: Setting, plan: Any) -> Any:
-    """What a prefill leaves behind, without the prefill."""
-    cache = DynamicCache(config=setting.config)
-    plain = setting.layer()
-    for i, layer in enumerate(cache.layers):
-        plans = (plan.layer_at(i).keys, plan.layer_at(i).values)
-        if i == 0:
-            states = [torch.ops.kvpass.pack(x, str(p)) for x, p in zip(plain, plans, strict=True)]
-        handles = [
-            PackedKV([t.clone() for t in state], p, setting.context, setting.dtype)
-            for state, p in zip(states, plans, strict=True)
-        ]
-        layer.lazy_initialization(*plain)
-        layer.keys, layer.values = handles
-        for handle in handles:
-            handle.mark_dynamic()
-    return cache
 
 
 def _installed(module: str) -> bool:
