@@ -19,6 +19,7 @@ def add_bench(commands: Any) -> None:
     _add_attention(kinds)
     _add_decode(kinds)
     _add_memory(kinds)
+    _add_gpu(kinds)
 
 
 def _output_options(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +170,24 @@ def run_memory(args: argparse.Namespace) -> int:
         label = f"largest context at batch {args.batch}, tokens"
         plot_bars(args.plot, {fit.name: fit.context for fit in fits}, label)
     return int(any(fit.error for fit in fits))
+
+
+def _add_gpu(kinds: Any) -> None:
+    parser = kinds.add_parser("gpu", help="check and measure everything that needs a GPU")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--minutes", type=float, default=8, help="begin no part later than this")
+    parser.add_argument("--json", metavar="FILE", default="kvpass_gpu.json")
+    parser.set_defaults(run=run_gpu)
+
+
+def run_gpu(args: argparse.Namespace) -> int:
+    """``kvpass bench gpu``."""
+    from kvpass.bench.device import pick_device
+    from kvpass.bench.gpu import bench_gpu
+    from kvpass.bench.report import check_outputs
+
+    check_outputs(args.json, None)
+    return int(not bench_gpu(pick_device(args.device), args.json, args.minutes))
 
 
 def _config(args: argparse.Namespace) -> Any:

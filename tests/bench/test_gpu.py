@@ -1,0 +1,92 @@
+"""What `kvpass bench gpu` can show without a GPU: its checks on a CPU, its parts in order."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kvpass.bench import gpu, kernel_checks
+from kvpass.bench.kernel_checks import check_kernels, worst
+from kvpass.cli import main
+from kvpass.errors import OptionError
+
+CPU = torch.device("cpu")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def checks(recipe="kivi-2bit", wanted=None, dtype=torch.float16):
+    return list(check_kernels(recipe, dtype, 64, CPU, wanted))
+
+
+@pytest.mark.parametrize("recipe", ["fp", "kivi-4bit"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reference_passes(recipe, dtype):
+    found = checks(recipe, dtype=dtype)
+    assert [c for c in found if not c.passed] == []
+    assert {c.name.split()[0] for c in found} == {"pack", "append", "attention"}
+    assert 0 <= worst(found) <= 1
+
+
+@pytest.mark.parametrize("op", ["pack", "append", "attention"])
+def test_a_wrong_kernel_is_caught(op, monkeypatch):
+    real = kernel_checks.provider
+
+    def broken(name, *args):
+        target, choice = real(name, *args)
+
+        def off(*arguments):
+            out = target(*arguments)
+            if name == "pack":
+                out[0][0, 0, 0] += 1
+                out[2][..., 0] += 1
+            elif name == "append":
+                arguments[0][2].add_(1)
+            else:
+                out.mul_(1.05)
+            return out
+
+        return (off if name == op else target), choice
+
+    monkeypatch.setattr(kernel_checks, "provider", broken)
+    failed = {c.name.split()[0] for c in checks() if not c.passed}
+    assert failed == {op}
+
+
+@no_gpu
+def test_another_provider_is_not_accepted(monkeypatch):
+    monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
+    found = checks(wanted="triton")
+    assert not any(c.passed for c in found)
+    assert "served by" in found[0].problem
+    assert "triton: Triton runs on CPU only in its interpreter" in found[0].problem
+
+
+@no_gpu
+def test_refuses_without_a_gpu(capsys, tmp_path):
+    assert main(["bench", "gpu", "--json", str(tmp_path / "x.json")]) == 2
+    err = capsys.readouterr().err
+    assert "torch finds no CUDA GPU here" in err
+    with pytest.raises(OptionError, match="needs a CUDA GPU"):
+        gpu.bench_gpu(CPU, "x.json")
+
+
+def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
+    def fails():
+        raise RuntimeError("no such kernel")
+
+    parts = [("a", fails), ("b", lambda: ("fine", [{"x": 1}], True))]
+    monkeypatch.setattr(gpu, "_parts", lambda device, deadline: iter(parts))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    file = tmp_path / "g.json"
+    assert not gpu.bench_gpu(torch.device("cuda"), str(file))
+    rows = json.loads(file.read_text())["results"]
+    assert [(r["part"], r.get("right")) for r in rows] == [("a", False), ("b", None), ("b", True)]
+    assert "RuntimeError: no such kernel" in rows[0]["text"]
+    assert "== a, 0 s: NOT RIGHT" in capsys.readouterr().out
+
+
+def test_parts_are_complete():
+    names = [name.split()[0] for name, _ in gpu._parts(CPU, 0.0)]
+    assert list(dict.fromkeys(names)) == ["subnormals", "kernels", "attention", "decode"]
