@@ -9,15 +9,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 _TOKENS, _WORDS, _COLUMNS = 64, 16, 16
 
 
 def _dot_of_codes(
-    words: Tensor,
-    q: Tensor,
-    out: Tensor,
+    words: tl.tensor,
+    q: tl.tensor,
+    out: tl.tensor,
     MASK: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
     WORDS: tl.constexpr,  # noqa: N803

@@ -30,6 +30,7 @@ class Contender:
         bytes_read: by one call.
         note: shown beside the numbers.
         prepare: runs before the first call, untimed.
+        capturable: whether CUDA graphs can hold it; otherwise it is launched from Python.
         required: whether an exception is raised; otherwise it becomes the result's ``problem``.
         after_first: returns a further note, once the first call has been made.
     """
@@ -41,6 +42,7 @@ class Contender:
     bytes_read: int = 0
     note: str = ""
     prepare: Callable[[], None] | None = None
+    capturable: bool = True
     required: bool = False
     after_first: Callable[[], str] | None = None
 
@@ -138,7 +140,7 @@ def _prepare(
             start = time.perf_counter()
             for i in range(warm_up):
                 contender.calls[i % len(contender.calls)]()
-            clock = _clock(contender.calls, device, graphs)
+            clock = _clock(contender.calls, device, graphs and contender.capturable)
             synchronize(device)
             result.warm_up_s = time.perf_counter() - start
             return clock

@@ -90,3 +90,20 @@ def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsy
 def test_parts_are_complete():
     names = [name.split()[0] for name, _ in gpu._parts(CPU, 0.0)]
     assert list(dict.fromkeys(names)) == ["subnormals", "kernels", "attention", "decode"]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("mask", [0x3, 0x300, 0xF0])
+def test_products_of_subnormals_compile_to_tensor_cores(capability, mask):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvpass.bench.subnormals import _dot_of_codes
+
+    sizes = {"MASK": mask, "TOKENS": 64, "WORDS": 16, "COLUMNS": 16}
+    signature = {"words": "*i16", "q": "*fp16", "out": "*fp32"} | dict.fromkeys(sizes, "constexpr")
+    source = ASTSource(triton.jit(_dot_of_codes), signature, sizes)
+    target = GPUTarget("cuda", capability, 32)
+    ptx = triton.compile(source, target=target, options={"num_warps": 1}).asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx
