@@ -15,6 +15,7 @@ from kvpass.bench.contenders import (
     dense_contenders,
     packed_contender,
 )
+from kvpass.bench.device import require_memory
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Result, copy_bandwidth, measure
 from kvpass.recipes import recipe as recipe_of
@@ -48,12 +49,13 @@ def bench_attention(
         progress: show a bar.
 
     Raises:
-        OptionError: if a recipe is not known.
+        OptionError: if a recipe is not known, or memory does not suffice.
         PlanError: if a recipe does not fit the head dimension.
     """
     for case in cases:
         for name in recipes:
             recipe_of(name).layer_plan("*", case.head_dim, case.head_dim)
+        require_memory(case.needed_bytes, case.device, f"A cache of {case.tokens} tokens")
     runs = []
     for case in cases:
         # Dynamo keeps eight graphs of a function; each case compiles flex_attention anew.

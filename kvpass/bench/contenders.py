@@ -34,6 +34,8 @@ TOLERANCE = {
     torch.bfloat16: 1.2e-2,
 }
 _MAX_COPIES = 128
+# Per element, while the reference packs: float32 values, codes and words.
+_PACKING_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Case:
     def dense_bytes(self) -> int:
         """Of the plain keys and values."""
         return 2 * self.batch * self.kv_heads * self.tokens * self.head_dim * self.dtype.itemsize
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of memory: plain and packed caches, and what packing one of them takes meanwhile."""
+        elements = self.batch * self.kv_heads * self.tokens * self.head_dim
+        return 2 * self.dense_bytes + _PACKING_BYTES * elements
 
     def cached(self, seed: int) -> Tensor:
         """Random keys or values ``[B, Hkv, T, D]``."""

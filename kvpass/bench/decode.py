@@ -15,13 +15,17 @@ from kvpass.bench.decoders import (
     quantized_contenders,
     static_contender,
 )
+from kvpass.bench.device import require_memory
 from kvpass.bench.filling import Setting
+from kvpass.bench.memory import cache_bytes
 from kvpass.bench.models import random_model
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Result, measure
 from kvpass.recipes import recipe as recipe_of
 
 _WARM_UP = 3
+# Plain caches that are alive at once: three contenders and the reference.
+_PLAIN_CACHES = 4
 
 
 @torch.no_grad()
@@ -39,12 +43,16 @@ def bench_decode(
         progress: show a bar.
 
     Raises:
-        OptionError: if a recipe is not known, or the model has layers that are not packed.
+        OptionError: if a recipe is not known, the model has layers that are not packed, or
+        memory does not suffice.
         PlanError: if a recipe does not fit the head dimension.
     """
     shape = setting.shape
     for name in recipes:
         recipe_of(name).layer_plan("*", shape.head_dim, shape.head_dim)
+    plain = cache_bytes(None, shape, setting.batch, setting.context, setting.dtype.itemsize)
+    what = f"Decoding at {setting.context} tokens with batch {setting.batch}"
+    require_memory(_PLAIN_CACHES * plain, setting.device, what)
     torch.compiler.reset()
     model = random_model(setting.config, setting.dtype, setting.device)
     room = setting.context + 1 + _WARM_UP + rounds

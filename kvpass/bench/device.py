@@ -68,6 +68,20 @@ def free_memory(device: torch.device) -> int:
     return int(match[1]) << 10 if match else 4 << 30
 
 
+def require_memory(needed: int, device: torch.device, what: str) -> None:
+    """Refuses what cannot fit before any of it is made.
+
+    Raises:
+        OptionError: if fewer than ``needed`` bytes are free.
+    """
+    free = free_memory(device)
+    if needed > free:
+        raise OptionError(
+            f"{what} needs about {needed / 2**30:,.1f} GiB on {device}, where "
+            f"{free / 2**30:,.1f} GiB are free; ask for fewer tokens or a smaller batch."
+        )
+
+
 def machine() -> dict[str, Any]:
     """Names and versions, for reports."""
     model = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))

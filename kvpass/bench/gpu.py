@@ -128,7 +128,7 @@ def _kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Finding
 
 def _attention(device: torch.device, batch: int, tokens: int) -> Finding:
     case = Case(batch, 32, 8, 128, tokens, torch.bfloat16, device)
-    if 12 * case.dense_bytes > free_memory(device):
+    if case.needed_bytes > free_memory(device):
         return "not run: too little memory", [], True
     (run,) = bench_attention([case], _RECIPES, rounds=20)
     rows = [

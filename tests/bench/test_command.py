@@ -99,6 +99,7 @@ MISTAKES = [
     (["--head-dim", "20", "--recipes", "kivi-2bit"], "head_dim 20 at 2 bits does not fill"),
     (["--kv-heads", "3"], "3 KV heads do not divide 4 query heads."),
     (["--tokens", "0"], "tokens=0 is not supported; at least 1."),
+    (["--tokens", "1000000000000"], "needs about"),
     (["--rounds", "0"], "--rounds 0 is not supported; at least 1."),
     (["--dtype", "float8"], "Unknown dtype 'float8'. Did you mean 'float"),
     (["--device", "gpu"], "Unknown device 'gpu'. Did you mean 'cpu'?"),
@@ -119,6 +120,7 @@ def test_mistakes(more, message, capsys):
     ("command", "message"),
     [
         (["decode", "--context", "0"], "context=0 is not supported"),
+        (["decode", "--context", "1000000000", "--device", "cpu"], "ask for fewer tokens or"),
         (["decode", "--preset", "llama"], "Unknown preset 'llama'. Did you mean 'llama-3.1-8b'?"),
         (["decode", "--hidden", "100", "--heads", "16"], "16 heads do not divide hidden size 100"),
         (["memory", "--config", "none.json"], "Config file 'none.json' does not exist."),
