@@ -18,7 +18,7 @@ from kvpass.bench.decoders import (
 from kvpass.bench.device import require_memory
 from kvpass.bench.filling import Setting
 from kvpass.bench.memory import cache_bytes
-from kvpass.bench.models import random_model
+from kvpass.bench.models import model_bytes, random_model
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Result, measure
 from kvpass.recipes import recipe as recipe_of
@@ -52,7 +52,8 @@ def bench_decode(
         recipe_of(name).layer_plan("*", shape.head_dim, shape.head_dim)
     plain = cache_bytes(None, shape, setting.batch, setting.context, setting.dtype.itemsize)
     what = f"Decoding at {setting.context} tokens with batch {setting.batch}"
-    require_memory(_PLAIN_CACHES * plain, setting.device, what)
+    weights = model_bytes(setting.config, setting.dtype)
+    require_memory(weights + _PLAIN_CACHES * plain, setting.device, what)
     torch.compiler.reset()
     model = random_model(setting.config, setting.dtype, setting.device)
     room = setting.context + 1 + _WARM_UP + rounds

@@ -63,7 +63,9 @@ def cache_size(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What torch keeps for reuse is free for us too.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
     return int(match[1]) << 10 if match else 4 << 30
 

@@ -127,6 +127,13 @@ def cache_shape(config: Any) -> CacheShape:
     )
 
 
+def model_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the weights, none of which are made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(int(p.nbytes) for p in model.parameters())
+
+
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A causal language model with random weights, in eval mode, with SDPA.
 
