@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
-from kvpass.bench import gpu, kernel_checks
+from kvpass.bench import contenders, gpu, kernel_checks
+from kvpass.bench.filling import Setting
 from kvpass.bench.kernel_checks import check_kernels, worst
+from kvpass.bench.models import Shape
+from kvpass.bench.timing import Contender, measure
 from kvpass.cli import main
 from kvpass.errors import OptionError
 
@@ -87,9 +93,89 @@ def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsy
     assert "== a, 0 s: NOT RIGHT" in capsys.readouterr().out
 
 
+def test_the_attention_part(monkeypatch):
+    monkeypatch.setattr(contenders, "cache_size", lambda device: 1 << 16)
+    text, rows, right = gpu._attention(CPU, 1, 130)
+    assert right
+    assert "130 tokens, batch 1, 32 query and 8 KV heads of 128, bfloat16" in text
+    assert {"batch", "tokens", "copy_gb_s", "times_ms"} <= set(rows[0])
+    monkeypatch.setattr(gpu, "free_memory", lambda device: 0)
+    assert gpu._attention(CPU, 1, 130) == ("not run: too little memory", [], True)
+
+
+def test_the_decode_part(monkeypatch):
+    """Without time or memory for all layers there are a quarter of them."""
+    tiny = Shape(4, 64, 96, 4, 2, None, 128)
+    monkeypatch.setattr(gpu, "PRESETS", {"llama-3.1-8b": tiny})
+    monkeypatch.setattr(gpu, "Setting", partial(Setting, inner="eager"))
+    monkeypatch.setattr(gpu, "_DECODED_TOKENS", 200)
+    text, rows, right = gpu._decode(CPU, time.monotonic())
+    assert right
+    assert "200 tokens (random), batch 4, 1 layers" in text
+    assert rows[0]["tokens_per_s"] > 0
+
+
+@no_gpu
+def test_the_kernels_part(monkeypatch):
+    monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
+    text, rows, right = gpu._kernels(CPU, torch.float16, 64)
+    assert not right
+    assert "kivi-2bit: 0 of 27 right" in text
+    assert "WRONG pack keys fp float16 D=64 T=1: served by" in text
+    assert json.dumps(rows)
+
+
+def test_a_graph_is_timed_per_call(monkeypatch):
+    """The events of a GPU, with a graph that only counts."""
+
+    class Graph:
+        replays = 0
+
+        def replay(self):
+            self.replays += 1
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        synchronize = record
+
+        def elapsed_time(self, end):
+            return 32.0
+
+    graph, calls = Graph(), []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda g: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+
+    def call(i):
+        def run():
+            calls.append(i)
+            return torch.tensor(0.0)
+
+        return run
+
+    contender = Contender("a", [call(0), call(1)], float, 0.5)
+    options = {"warm_up": 0, "progress": False}
+    (result,) = measure([contender], 3, torch.device("cuda"), graphs=True, **options)
+    assert calls == [0, 1] * 9  # checked once, captured sixteen times
+    assert graph.replays == 4
+    assert result.times_ms == (2.0, 2.0, 2.0)
+    (result,) = measure([contender], 1, torch.device("cuda"), graphs=False, **options)
+    assert result.times_ms == (32.0,)
+    contender.capturable = False
+    (result,) = measure([contender], 1, torch.device("cuda"), graphs=True, **options)
+    assert result.times_ms == (32.0,)
+
+
 def test_parts_are_complete():
     names = [name.split()[0] for name, _ in gpu._parts(CPU, 0.0)]
     assert list(dict.fromkeys(names)) == ["subnormals", "kernels", "attention", "decode"]
+    assert len(names) == 1 + 3 + 6 + 1
 
 
 @pytest.mark.parametrize("capability", [80, 90])
