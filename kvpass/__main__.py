@@ -1,10 +1,7 @@
-"""``python -m kvpass``: the command line from a bare checkout."""
-
-from __future__ import annotations
+"""``python -m kvpass``."""
 
 import sys
 
 from kvpass.cli import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

@@ -1,38 +1,43 @@
-"""The command line. Commands import torch only when they run, so that ``--help`` is quick."""
+"""The command line, ``kvpass`` or ``python -m kvpass``. One function adds each command."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from kvpass.bench.command import add_bench
 
-
-def parser() -> argparse.ArgumentParser:
-    """The parser of ``kvpass``. Every command sets ``run``: arguments in, exit code out."""
-    top = argparse.ArgumentParser(prog="kvpass", description="KV caches in 2 to 4 bits.")
-    commands = top.add_subparsers(required=True, metavar="command")
-    add_bench(commands)
-    return top
+_USER_ERROR = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help.\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
 
     Args:
-        argv: arguments; None: those of the process.
+        arguments: of the command line; ``sys.argv`` if None.
 
     Returns:
-        The exit code: 0, 1 if a result is wrong, 2 after a mistake of the user's, which is told
-        in one sentence on stderr.
+        The exit code: 0, 1 if a result is wrong, or 2 after an error of the user, told in one
+        sentence on stderr.
     """
-    args = parser().parse_args(argv)
+    parser = _Parser(prog="kvpass", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_bench(commands)
+    options = parser.parse_args(arguments)
+
+    # Here, since importing this file must not import torch.
     from kvpass.errors import KvpassError
 
     try:
-        code: int = args.run(args)
+        code: int = options.run(options)
     except KvpassError as error:
         print(f"kvpass: {error}", file=sys.stderr)
-        return 2
+        return _USER_ERROR
     return code

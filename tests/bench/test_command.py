@@ -147,6 +147,14 @@ def test_no_gpu(capsys):
     assert "torch finds no CUDA GPU here" in capsys.readouterr().err
 
 
+def test_arguments_that_cannot_be_parsed(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "attention", "--tokens", "many"])
+    err = capsys.readouterr().err
+    assert "argument --tokens: invalid int value: 'many'; see kvpass bench attention --help." in err
+    assert err.count("\n") == 1
+
+
 def test_missing_matplotlib(monkeypatch, capsys):
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     assert main([*ATTENTION, "--plot", "x.svg"]) == 2
