@@ -186,4 +186,19 @@ def warn_of_compiler(problem: str, report: GraphReport) -> None:
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
 
 
+def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:
+    """What a compiled graph would call for ``kvpass::<op>``, to be called outside one.
+
+    Args:
+        op: ``attention``, ``append``, ``pack`` or ``unpack``.
+        args: the arguments it is to be called with; they decide who can compute it.
+
+    Returns:
+        The best provider's callable, with the op's signature, and the choice: the provider's name
+        and why better ones declined.
+    """
+    chosen, declined = lowering.choose(op, args, {})
+    return chosen.target, lowering.Choice(op, op, chosen.name, declined)
+
+
 register_backend_once(kvpass)

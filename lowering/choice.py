@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 from torch.fx.node import map_arg
 
 from kvpass.ops.library import NAMES
@@ -42,16 +44,19 @@ def lower(graph: Graph) -> list[Choice]:
         op = NAMES.get(node.target) if node.op == "call_function" else None
         if op is None:
             continue
-        provider, declined = _choose(op, node)
+        args = map_arg(node.args, lambda n: n.meta["example_value"])
+        kwargs = map_arg(node.kwargs, lambda n: n.meta["example_value"])
+        provider, declined = choose(op, args, kwargs)
         node.target = provider.target
         choices.append(Choice(op, node.name, provider.name, declined))
     return choices
 
 
-def _choose(op: str, node: Node) -> tuple[Provider, tuple[tuple[str, str], ...]]:
-    """The first provider that takes the node's arguments; those before it, with their reasons."""
-    args = map_arg(node.args, lambda n: n.meta["example_value"])
-    kwargs = map_arg(node.kwargs, lambda n: n.meta["example_value"])
+def choose(
+    op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Provider, tuple[tuple[str, str], ...]]:
+    """The first provider of ``op`` that takes these arguments; those before it, with their
+    reasons."""
     declined: list[tuple[str, str]] = []
     for provider in PROVIDERS[op]:
         reason = provider.supports(*args, **kwargs)

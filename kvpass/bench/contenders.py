@@ -1,0 +1,247 @@
+"""Who attends to one decode step: kvpass under a recipe, and dense attention in several forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpass.ops.pack  # noqa: F401  (registers the op)
+from kvpass.backend import provider
+from kvpass.bench.device import cache_size, free_memory
+from kvpass.bench.timing import Contender, relative_error
+from kvpass.cache.packed import PackedKV
+from kvpass.errors import OptionError
+from kvpass.recipes import recipe as recipe_of
+
+HF_NAME = "sdpa enable_gqa (HF)"
+ROWS_NAME = "sdpa rows"
+FLEX_NAME = "flex_attention"
+# Relative error of one attention against float64 on the same cache.
+TOLERANCE = {
+    # Triton's products over packed tokens have fp16 operands (2**-11 each) whatever the model's.
+    torch.float32: 2e-3,
+    # The same, and the output's own rounding.
+    torch.float16: 3e-3,
+    # The output, the softmax weights and, without a kernel, the decoded cache are rounded to 2**-9.
+    torch.bfloat16: 1.2e-2,
+}
+_MAX_COPIES = 128
+# Per element, while the reference packs: float32 values, codes and words.
+_PACKING_BYTES = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step: a query token per sequence attends to ``tokens`` cached ones.
+
+    Raises:
+        OptionError: if a number is not positive or ``kv_heads`` does not divide ``heads``.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "head_dim", "tokens"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)} is not supported; at least 1.")
+        if self.heads % self.kv_heads:
+            raise OptionError(f"{self.kv_heads} KV heads do not divide {self.heads} query heads.")
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of the plain keys and values."""
+        return 2 * self.batch * self.kv_heads * self.tokens * self.head_dim * self.dtype.itemsize
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of memory: plain and packed caches, and what packing one of them takes meanwhile."""
+        elements = self.batch * self.kv_heads * self.tokens * self.head_dim
+        return 2 * self.dense_bytes + _PACKING_BYTES * elements
+
+    def cached(self, seed: int) -> Tensor:
+        """Random keys or values ``[B, Hkv, T, D]``."""
+        shape = (self.batch, self.kv_heads, self.tokens, self.head_dim)
+        return random_tokens(shape, self.dtype, self.device, seed)
+
+    def query(self, seed: int) -> Tensor:
+        """A random query ``[B, Hq, 1, D]``."""
+        shape = (self.batch, self.heads, 1, self.head_dim)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        q = torch.randn(shape, generator=generator, device=self.device)
+        return q.to(self.dtype)
+
+
+def random_tokens(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int
+) -> Tensor:
+    """Random ``[B, H, T, D]`` whose channels differ in range and offset, as those of keys do."""
+    generator = torch.Generator(device).manual_seed(seed)
+    channels = (*shape[:2], 1, shape[3])
+    spread = 0.3 + 3 * torch.rand(channels, generator=generator, device=device)
+    offset = torch.randn(channels, generator=generator, device=device)
+    x = torch.randn(*shape, generator=generator, device=device)
+    return x.mul_(spread).add_(offset).to(dtype)
+
+
+def dense_attention(
+    q: Tensor, rows: Iterator[tuple[Tensor, Tensor]], scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """Attention in float64, one sequence of the batch at a time.
+
+    Args:
+        q: ``[B, Hq, n, D]``.
+        rows: keys and values ``[1, Hkv, T, D]`` of every sequence; lengths may differ.
+        scale: of the scores.
+        mask: bool ``[B, 1, 1, T]``, True is visible.
+
+    Returns:
+        float64 ``[B, Hq, n, D]``.
+    """
+    outs = []
+    for b, (k, v) in enumerate(rows):
+        heads, n, dim = q.shape[1:]
+        grouped = q[b : b + 1].double().reshape(1, k.shape[1], heads // k.shape[1] * n, dim)
+        scores = grouped @ k.double().transpose(2, 3) * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask[b : b + 1, :, :, : k.shape[2]], float("-inf"))
+        out = scores.softmax(-1) @ v.double()
+        outs.append(out.reshape(1, heads, n, v.shape[3]))
+    return torch.cat(outs)
+
+
+def decoded_rows(
+    keys: Sequence[Tensor], values: Sequence[Tensor], k_plan: str, v_plan: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of every sequence of packed states, in float32."""
+    for b in range(keys[0].shape[0]):
+        k, v = (
+            torch.ops.kvpass.unpack(
+                [t[b : b + 1] for t in state], int(state[-1][b, -1]), plan, torch.float32
+            )
+            for state, plan in ((keys, k_plan), (values, v_plan))
+        )
+        yield k, v
+
+
+def packed_contender(case: Case, recipe: str, q: Tensor, k: Tensor, v: Tensor) -> Contender:
+    """``kvpass::attention`` by the best provider, on the cache that ``recipe`` makes of k and v.
+
+    Raises:
+        OptionError: if there is no such recipe.
+        PlanError: if it does not fit the head dimension.
+    """
+    plan = recipe_of(recipe).layer_plan("*", case.head_dim, case.head_dim)
+    plans = (str(plan.keys), str(plan.values))
+    keys, values = (torch.ops.kvpass.pack(x, text) for x, text in zip((k, v), plans, strict=True))
+    handles = [
+        PackedKV(state, tensor_plan, case.tokens, case.dtype)
+        for state, tensor_plan in ((keys, plan.keys), (values, plan.values))
+    ]
+    count = copies(sum(h.nbytes for h in handles), case.device)
+    target, choice = provider("attention", q, keys, values, None, case.scale, *plans)
+    calls = [
+        partial(target, q, *_clones(i, keys, values), None, case.scale, *plans)
+        for i in range(count)
+    ]
+    expected = dense_attention(q, decoded_rows(keys, values, *plans), case.scale)
+    declined = "".join(f"; {name} declined: {why}" for name, why in choice.declined)
+    return Contender(
+        name=f"kvpass {recipe}",
+        calls=calls,
+        error=partial(relative_error, expected=expected),
+        tolerance=TOLERANCE[case.dtype],
+        bytes_read=round(sum(h.bits_per_element * h.numel() / 8 for h in handles)),
+        note=f"{choice.provider}, buffers: {count}{declined}",
+        # The reference reads lengths on the host.
+        capturable=choice.provider != "aten",
+        required=True,
+    )
+
+
+def dense_contenders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Contender]:
+    """SDPA as transformers calls it and with packed query rows; on a GPU also every fused backend
+    of SDPA in both forms, and compiled flex_attention."""
+    count = copies(case.dense_bytes, case.device)
+    pairs = [_clones(i, [k], [v]) for i in range(count)]
+    buffers = [(keys[0], values[0]) for keys, values in pairs]
+    forms: dict[str, Callable[..., Tensor]] = {HF_NAME: _grouped, ROWS_NAME: _rows}
+    if case.device.type == "cuda":
+        forms |= _gpu_forms()
+    expected = dense_attention(q, zip(k.split(1), v.split(1), strict=True), case.scale)
+    return [
+        Contender(
+            name=name,
+            calls=[partial(form, q, *pair, case.scale) for pair in buffers],
+            error=partial(relative_error, expected=expected),
+            tolerance=TOLERANCE[case.dtype],
+            bytes_read=case.dense_bytes,
+            note=f"buffers: {count}",
+        )
+        for name, form in forms.items()
+    ]
+
+
+def copies(nbytes: int, device: torch.device) -> int:
+    """How many buffers of ``nbytes`` exceed the last-level cache twice, where memory allows."""
+    wanted = -(-2 * cache_size(device) // nbytes)
+    fitting = free_memory(device) // 8 // nbytes
+    return max(1, min(wanted, fitting, _MAX_COPIES))
+
+
+def _clones(i: int, *states: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The states themselves first, then copies of them."""
+    return [list(s) if i == 0 else [t.clone() for t in s] for s in states]
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Any = None) -> Tensor:
+    """SDPA as `transformers` calls it in a decode step without padding."""
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Any = None) -> Tensor:
+    """SDPA at its best: the query heads of a KV head are rows of one matrix."""
+    b, heads, _, d = q.shape
+    rows = q.view(b, k.shape[1], heads // k.shape[1], d)
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        out = scaled_dot_product_attention(rows, k, v, scale=scale)
+    return out.reshape(b, heads, 1, v.shape[3])
+
+
+def _gpu_forms() -> dict[str, Callable[..., Tensor]]:
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    forms: dict[str, Callable[..., Tensor]] = {}
+    for name, backend in backends.items():
+        forms[f"sdpa {name} enable_gqa"] = partial(_grouped, backend=backend)
+        forms[f"sdpa {name} rows"] = partial(_rows, backend=backend)
+    return forms | {FLEX_NAME: _flex()}
+
+
+def _flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v, scale: compiled(q, k, v, scale=scale, enable_gqa=True)

@@ -1,0 +1,163 @@
+"""What is decoded: a model's setting, and caches filled at random or by a prompt."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import QuantizedLayer
+
+import kvpass.ops.pack  # noqa: F401  (registers the op)
+from kvpass.bench.contenders import random_tokens
+from kvpass.bench.models import CacheShape, cache_shape
+from kvpass.bench.timing import synchronize
+from kvpass.cache.packed import PackedKV
+from kvpass.errors import OptionError, unknown
+from kvpass.options import INNER
+from kvpass.plan import LayerPlan
+
+FILLS = ("random", "prompt")
+# A filled cache, and what to say of how it was filled.
+Filled = tuple[Any, str]
+Step = Callable[[Any, Tensor, Any], Tensor]
+# Relative error of a step's logits against the uncompiled model on the decoded cache, for one
+# layer; it grows with the square root of their number. A wrong cache is off by more than 1.
+_LAYER_TOLERANCE = {
+    # On a GPU the kernels' operands over packed tokens are fp16 (1.5e-3).
+    torch.float32: 5e-3,
+    torch.float16: 8e-3,
+    # bf16 rounds every product to 2**-9: measured 0.035 on 12 layers, 0.096 on 32.
+    torch.bfloat16: 5e-2,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders decode.
+
+    Attributes:
+        config: transformers config of the model.
+        context: tokens in the cache when the first step begins.
+        batch: sequences.
+        dtype, device: of the model.
+        fill: ``random`` keys and values, or a ``prompt`` that is prefilled.
+        inner: what compiles graphs: ``inductor``, or ``eager`` to run them op by op.
+
+    Raises:
+        OptionError: if a value is not allowed.
+    """
+
+    config: Any
+    context: int
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+    fill: str = "random"
+    inner: str = "inductor"
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)} is not supported; at least 1.")
+        if self.fill not in FILLS:
+            raise OptionError(unknown("fill", self.fill, FILLS))
+        if self.inner not in INNER:
+            raise OptionError(unknown("inner compiler", self.inner, INNER))
+
+    @property
+    def shape(self) -> CacheShape:
+        """Of the model's cache."""
+        return cache_shape(self.config)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error of logits that counts as right."""
+        return _LAYER_TOLERANCE[self.dtype] * math.sqrt(self.shape.layers)
+
+    def ids(self, length: int) -> Tensor:
+        """Random token ids ``[B, length]``."""
+        generator = torch.Generator(self.device).manual_seed(7)
+        vocabulary = self.config.get_text_config(decoder=True).vocab_size
+        size = (self.batch, length)
+        return torch.randint(vocabulary, size, generator=generator, device=self.device)
+
+    def layer(self) -> tuple[Tensor, Tensor]:
+        """Random keys and values ``[B, H, T, D]``; the same for every layer."""
+        shape = (self.batch, self.shape.kv_heads, self.context, self.shape.head_dim)
+        keys, values = (random_tokens(shape, self.dtype, self.device, seed) for seed in (1, 2))
+        return keys, values
+
+
+def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    """One forward pass; logits ``[B, V]`` of the last token."""
+    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: Tensor = out.logits[:, -1]
+    return logits
+
+
+def prefill(setting: Setting, model: Any, run: Step, new_cache: Callable[[], Any]) -> Filled:
+    """A cache that a prompt has filled, and the seconds that took: at first, then again."""
+    seconds = []
+    prompt = setting.ids(setting.context)
+    for _ in range(2):
+        cache = new_cache()
+        start = time.perf_counter()
+        run(model, prompt, cache)
+        synchronize(setting.device)
+        seconds.append(time.perf_counter() - start)
+    return cache, f"prefill {seconds[1]:.2f} s (the first {seconds[0]:.2f} s)"
+
+
+def dynamic_cache(setting: Setting, model: Any, run: Step) -> Filled:
+    """A plain cache, filled as the setting says; ``run`` computes a prompt."""
+    if setting.fill == "prompt":
+        return prefill(setting, model, run, lambda: DynamicCache(config=setting.config))
+    return random_cache(setting, DynamicCache(config=setting.config)), ""
+
+
+def random_cache(setting: Setting, cache: Any) -> Any:
+    """Fills ``cache`` with random keys and values; every layer copies them."""
+    keys, values = setting.layer()
+    for i in range(setting.shape.layers):
+        cache.update(keys, values, i)
+    return cache
+
+
+def packed_cache(setting: Setting, plan: LayerPlan) -> Any:
+    """What a prefill leaves behind, without the prefill; ``plan`` is that of every layer."""
+    cache = DynamicCache(config=setting.config)
+    plain, plans = setting.layer(), (plan.keys, plan.values)
+    states = [torch.ops.kvpass.pack(x, str(p)) for x, p in zip(plain, plans, strict=True)]
+    for layer in cache.layers:
+        layer.lazy_initialization(*plain)
+        layer.keys, layer.values = (
+            PackedKV([t.clone() for t in state], p, setting.context, setting.dtype)
+            for state, p in zip(states, plans, strict=True)
+        )
+        for handle in (layer.keys, layer.values):
+            handle.mark_dynamic()
+    return cache
+
+
+def decoded_cache(setting: Setting, cache: Any) -> Any:
+    """A plain cache with what ``cache`` holds, which stays as it is."""
+    plain = DynamicCache(config=setting.config)
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, QuantizedLayer):
+            # transformers' quantized layers answer an update, here by nothing, with all tokens.
+            shape = (setting.batch, setting.shape.kv_heads, 0, setting.shape.head_dim)
+            nothing = torch.empty(shape, dtype=setting.dtype, device=setting.device)
+            keys, values = layer.update(nothing, nothing)
+        else:
+            keys, values = (
+                (x.decode() if isinstance(x, PackedKV) else x)[:, :, : setting.context]
+                for x in (layer.keys, layer.values)
+            )
+        plain.update(keys, values, i)
+    return plain

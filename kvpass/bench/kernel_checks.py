@@ -1,0 +1,207 @@
+"""Whether the chosen providers compute on this device what the reference says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.backend import provider
+from kvpass.bench.contenders import TOLERANCE, decoded_rows, dense_attention, random_tokens
+from kvpass.bench.timing import relative_error
+from kvpass.cache.packed import PackedKV
+from kvpass.cache.residency import TensorPlan
+from kvpass.plan import LayerPlan
+from kvpass.recipes import recipe as recipe_of
+
+_BATCH, _HEADS, _KV_HEADS = 2, 8, 2
+# Below, at and above a flush; the last one is split among programs.
+_LENGTHS = (1, 127, 128, 129, 2100)
+# Steps that cross a flush, up to the longest.
+_STEPS = (1, 1, 5, 16, 1, 16, 1, 1)
+_FIRST_PROMPT = 231
+# Two lengths with the same capacity, so that their states can be one batch.
+_RAGGED = (140, 255)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what was compared.
+        provider: who computed it.
+        error: elements that differ, or the relative error of an attention.
+        tolerance: largest error that is right; 0 for bit-exact.
+        problem: why the provider is not the one that is to be checked, or empty.
+    """
+
+    name: str
+    provider: str
+    error: float
+    tolerance: float
+    problem: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Right, and by the right provider."""
+        return not self.problem and self.error <= self.tolerance
+
+
+@torch.no_grad()
+def check_kernels(
+    recipe: str, dtype: torch.dtype, head_dim: int, device: torch.device, wanted: str | None
+) -> Iterator[Check]:
+    """Compares ``pack`` and ``append`` bit for bit with the CPU reference, and ``attention`` with
+    float64.
+
+    Args:
+        recipe: name of a recipe.
+        dtype: of the model.
+        head_dim: channels per head.
+        device: to compute on.
+        wanted: name of the provider that must serve every op; None: any.
+
+    Raises:
+        OptionError: if the recipe is not known.
+        PlanError: if it does not fit ``head_dim``.
+    """
+    plan = recipe_of(recipe).layer_plan("*", head_dim, head_dim)
+    label = f"{recipe} {str(dtype).removeprefix('torch.')} D={head_dim}"
+    tokens = partial(_tokens, head_dim=head_dim, dtype=dtype)
+    for kind, tensor_plan in (("keys", plan.keys), ("values", plan.values)):
+        for length in _LENGTHS:
+            name = f"pack {kind} {label} T={length}"
+            yield _check_pack(name, tensor_plan, tokens(length), device, wanted)
+        yield _check_append(f"append {kind} {label}", tensor_plan, tokens, device, wanted)
+    for length in _LENGTHS:
+        for queries, masked in ((1, False), (1, True), (2, False)):
+            state = _states(plan, [tokens(length), tokens(length, seed=1)], device)
+            mask = _padding([length] * _BATCH, device) if masked else None
+            name = f"attention {label} T={length} n={queries}{' masked' if masked else ''}"
+            yield _check_attention(name, plan, state, queries, mask, wanted)
+    yield from _check_ragged(f"attention {label} T={_RAGGED}", plan, tokens, device, wanted)
+
+
+def _tokens(length: int, seed: int = 0, *, head_dim: int, dtype: torch.dtype) -> Tensor:
+    cpu = torch.device("cpu")
+    return random_tokens((_BATCH, _KV_HEADS, length, head_dim), dtype, cpu, seed)
+
+
+def _check_pack(
+    name: str, plan: TensorPlan, x: Tensor, device: torch.device, wanted: str | None
+) -> Check:
+    moved = x.to(device)
+    target, choice = provider("pack", moved, str(plan))
+    got = target(moved, str(plan))
+    differences = _differences(got, torch.ops.kvpass.pack(x, str(plan)), plan)
+    return Check(name, choice.provider, differences, 0, _served(choice, wanted))
+
+
+def _check_append(
+    name: str, plan: TensorPlan, tokens: Any, device: torch.device, wanted: str | None
+) -> Check:
+    """After every step the state is compared with the reference's on a CPU."""
+    first = tokens(_FIRST_PROMPT)
+    state = torch.ops.kvpass.pack(first, str(plan))
+    expected = PackedKV(state, plan, _FIRST_PROMPT, first.dtype)
+    got = PackedKV([t.to(device, copy=True) for t in state], plan, _FIRST_PROMPT, first.dtype)
+    differences = 0
+    for seed, n in enumerate(_STEPS):
+        new = tokens(n, seed=10 + seed)
+        moved = new.to(device)
+        for handle in (expected, got):
+            handle.reserve(n)
+        torch.ops.kvpass.append(expected.state, new, str(plan))
+        target, choice = provider("append", got.state, moved, str(plan))
+        target(got.state, moved, str(plan))
+        expected, got = expected.extended(n), got.extended(n)
+        differences += _differences(got.state, expected.state, plan)
+    return Check(name, choice.provider, differences, 0, _served(choice, wanted))
+
+
+def _check_attention(
+    name: str,
+    plan: LayerPlan,
+    state: tuple[list[Tensor], list[Tensor]],
+    queries: int,
+    mask: Tensor | None,
+    wanted: str | None,
+) -> Check:
+    keys, values = state
+    exact = keys[0] if plan.keys.codec.identity else keys[2]
+    generator = torch.Generator().manual_seed(3)
+    shape = (_BATCH, _HEADS, queries, exact.shape[3])
+    q = torch.randn(shape, generator=generator).to(exact.device, exact.dtype)
+    scale, plans = shape[3] ** -0.5, (str(plan.keys), str(plan.values))
+    arguments = (q, keys, values, mask, scale, *plans)
+    target, choice = provider("attention", *arguments)
+    expected = dense_attention(q, decoded_rows(keys, values, *plans), scale, mask)
+    error = relative_error(target(*arguments), expected)
+    return Check(name, choice.provider, error, TOLERANCE[q.dtype], _served(choice, wanted))
+
+
+def _check_ragged(
+    name: str, plan: LayerPlan, tokens: Any, device: torch.device, wanted: str | None
+) -> Iterator[Check]:
+    """Sequences of different lengths in one batch, which the plain ATen reference does not take."""
+    rows = [_states(plan, [tokens(n)[:1], tokens(n, seed=1)[:1]], device) for n in _RAGGED]
+    keys, values = (
+        [torch.cat(parts) for parts in zip(*(row[i] for row in rows), strict=True)] for i in (0, 1)
+    )
+    if wanted is not None:
+        yield _check_attention(name, plan, (keys, values), 1, None, wanted)
+
+
+def _states(
+    plan: LayerPlan, tokens: Sequence[Tensor], device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values, packed by the reference and moved to the device."""
+    keys, values = (
+        [t.to(device) for t in torch.ops.kvpass.pack(x, str(p))]
+        for x, p in zip(tokens, (plan.keys, plan.values), strict=True)
+    )
+    return keys, values
+
+
+def _padding(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Mask ``[B, 1, 1, T]`` that hides the first half of the first sequence."""
+    mask = torch.ones(len(lengths), 1, 1, max(lengths), dtype=torch.bool, device=device)
+    mask[0, :, :, : lengths[0] // 2] = False
+    return mask
+
+
+def _differences(got: Sequence[Tensor], expected: Sequence[Tensor], plan: TensorPlan) -> int:
+    """Elements that differ among those in which tokens live."""
+    if not torch.equal(got[-1].cpu(), expected[-1]):
+        return int(expected[-1].numel())
+    pairs = zip(_live([t.cpu() for t in got], plan), _live(expected, plan), strict=True)
+    return sum(int((a != b).sum()) for a, b in pairs)
+
+
+def _live(state: Sequence[Tensor], plan: TensorPlan) -> list[Tensor]:
+    ends = state[-1][0].tolist()
+    if plan.codec.identity:
+        return [state[0][:, :, : ends[0]]]
+    packed, total = ends
+    axis, size = (2, packed // plan.codec.group) if plan.codec.axis == "channel" else (3, packed)
+    slots = torch.arange(packed, total) % plan.ring
+    return [state[0][:, :, :packed], state[1].narrow(axis, 0, size), state[2][:, :, slots]]
+
+
+def _served(choice: Any, wanted: str | None) -> str:
+    if wanted is None or choice.provider == wanted:
+        return ""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined)
+    return f"served by {choice.provider}, not {wanted} ({reasons or 'it came first'})"
+
+
+def worst(checks: Sequence[Check]) -> float:
+    """The largest error in units of the tolerance; for bit-exact ones, of an element."""
+    errors = (c.error / c.tolerance if c.tolerance else c.error for c in checks)
+    return max(errors, default=math.nan)

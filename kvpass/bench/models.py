@@ -1,0 +1,151 @@
+"""Model shapes to measure: a transformers config, from numbers or a file, and random weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers.cache_utils import DynamicLayer
+
+from kvpass.errors import OptionError, unknown
+
+_POSITIONS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama. ``head_dim`` None: ``hidden / heads``.
+
+    Raises:
+        OptionError: if a number is not positive or does not divide as it must.
+    """
+
+    layers: int = 12
+    hidden: int = 1024
+    intermediate: int = 2816
+    heads: int = 16
+    kv_heads: int = 4
+    head_dim: int | None = None
+    vocab: int = 32000
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise OptionError(f"{name}={value} is not supported; at least 1.")
+        if self.heads % self.kv_heads:
+            raise OptionError(f"{self.kv_heads} KV heads do not divide {self.heads} query heads.")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise OptionError(f"{self.heads} heads do not divide hidden size {self.hidden}.")
+
+    def config(self) -> LlamaConfig:
+        """As transformers takes it."""
+        return LlamaConfig(
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim or self.hidden // self.heads,
+            vocab_size=self.vocab,
+            max_position_embeddings=_POSITIONS,
+        )
+
+
+PRESETS = {
+    "small": Shape(),
+    "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256),
+}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The cache of a model: ``layers`` times keys and values ``[B, kv_heads, T, head_dim]``."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+def preset(name: str, overrides: Mapping[str, int]) -> Shape:
+    """The shape of that name, with some sizes replaced.
+
+    Raises:
+        OptionError: if the name is not known, or a size is not possible.
+    """
+    if name not in PRESETS:
+        raise OptionError(unknown("preset", name, PRESETS))
+    shape = PRESETS[name]
+    if "head_dim" not in overrides and {"hidden", "heads"} & set(overrides):
+        # The preset's own head dimension belongs to its own sizes.
+        shape = replace(shape, head_dim=None)
+    return replace(shape, **overrides)
+
+
+def load_config(path: str) -> Any:
+    """The transformers config in a JSON file, e.g. a model's ``config.json``.
+
+    Raises:
+        OptionError: if the file is missing or is no config.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        return AutoConfig.for_model(content.pop("model_type"), **content)
+    except FileNotFoundError:
+        raise OptionError(f"Config file '{path}' does not exist.") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        raise OptionError(f"'{path}' is not a transformers config: {reason}.") from None
+
+
+def cache_shape(config: Any) -> CacheShape:
+    """What the cache of such a model is made of.
+
+    Raises:
+        OptionError: if not every layer keeps all tokens; such layers are not packed.
+    """
+    text = config.get_text_config(decoder=True)
+    odd = {
+        type(layer).__name__
+        for layer in DynamicCache(config=config).layers
+        if type(layer) is not DynamicLayer
+    }
+    if odd:
+        raise OptionError(
+            f"The model's cache has layers that kvpass does not pack ({', '.join(sorted(odd))}); "
+            "the benchmarks take models with full attention in every layer."
+        )
+    heads = text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return CacheShape(
+        text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, dim
+    )
+
+
+def model_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the weights, none of which are made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(int(p.nbytes) for p in model.parameters())
+
+
+def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A causal language model with random weights, in eval mode, with SDPA.
+
+    Matrices are scaled so that attention is as peaked in every size of model as in trained ones:
+    otherwise it would average the whole cache, and logits would not tell a wrong one.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    scale = 4 * math.sqrt(1024 / config.get_text_config(decoder=True).hidden_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(scale)
+    return model.to(device).eval()

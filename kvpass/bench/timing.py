@@ -1,0 +1,243 @@
+"""Interleaved timing of contenders whose results are checked first."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+Call = Callable[[], Tensor]
+Clock = Callable[[], float]
+# Calls of one CUDA graph: enough that what a replay costs beside the kernels does not show.
+_GRAPH_CALLS = 16
+
+
+@dataclass
+class Contender:
+    """Something to be timed.
+
+    Attributes:
+        name: shown in tables.
+        calls: the same work, each on buffers of its own; taken in turns.
+        error: of a result, to be compared with ``tolerance``; NaN is wrong too.
+        tolerance: largest error that counts as right.
+        bytes_read: by one call.
+        note: shown beside the numbers.
+        prepare: runs before the first call, untimed.
+        capturable: whether CUDA graphs can hold it; otherwise it is launched from Python.
+        required: whether an exception is raised; otherwise it becomes the result's ``problem``.
+        after_first: returns a further note, once the first call has been made.
+    """
+
+    name: str
+    calls: Sequence[Call]
+    error: Callable[[Tensor], float]
+    tolerance: float
+    bytes_read: int = 0
+    note: str = ""
+    prepare: Callable[[], None] | None = None
+    capturable: bool = True
+    required: bool = False
+    after_first: Callable[[], str] | None = None
+
+
+@dataclass
+class Result:
+    """What was measured of one contender.
+
+    Attributes:
+        name, tolerance, bytes_read, note: see `Contender`.
+        error: the largest of all calls; None if there was none.
+        problem: why it did not run, or empty.
+        first_call_s: seconds of the first call, compilation included.
+        warm_up_s: seconds of the untimed calls after it.
+        times_ms: milliseconds per call, one per round.
+    """
+
+    name: str
+    tolerance: float
+    bytes_read: int = 0
+    note: str = ""
+    error: float | None = None
+    problem: str = ""
+    first_call_s: float = 0.0
+    warm_up_s: float = 0.0
+    times_ms: tuple[float, ...] = ()
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the result missed the tolerance; then nothing was timed."""
+        return self.error is not None and not self.error <= self.tolerance
+
+    @property
+    def median_ms(self) -> float:
+        """Median milliseconds per call."""
+        return statistics.median(self.times_ms)
+
+    @property
+    def spread_ms(self) -> tuple[float, float]:
+        """First and third quartile, in milliseconds."""
+        if len(self.times_ms) < 2:
+            return self.times_ms[0], self.times_ms[0]
+        low, _, high = statistics.quantiles(self.times_ms, n=4, method="inclusive")
+        return low, high
+
+
+def measure(
+    contenders: Sequence[Contender],
+    rounds: int,
+    device: torch.device,
+    *,
+    warm_up: int = 3,
+    graphs: bool = False,
+    progress: bool = True,
+) -> list[Result]:
+    """Checks all contenders, then times those that are right, one call of each per round.
+
+    Args:
+        contenders: to be compared.
+        rounds: timed calls of each.
+        device: CUDA events time a GPU, ``time.perf_counter`` a CPU.
+        warm_up: untimed calls after the checked ones.
+        graphs: on a GPU, time replays of a CUDA graph of the calls: kernels without launches.
+        progress: show a bar.
+    """
+    results = [Result(c.name, c.tolerance, c.bytes_read, c.note) for c in contenders]
+    timed: list[tuple[Result, Clock]] = []
+    bar = tqdm(total=len(contenders) * (rounds + 1), disable=not progress, leave=False)
+    for contender, result in zip(contenders, results, strict=True):
+        bar.set_description(f"check {contender.name}")
+        clock = _prepare(contender, result, device, warm_up, graphs)
+        if clock is not None:
+            timed.append((result, clock))
+        bar.update()
+    bar.set_description("time")
+    for _ in range(rounds):
+        for result, clock in timed:
+            result.times_ms += (clock(),)
+            bar.update()
+    bar.close()
+    return results
+
+
+def _prepare(
+    contender: Contender, result: Result, device: torch.device, warm_up: int, graphs: bool
+) -> Clock | None:
+    """Checks and warms up; the clock of one round, or None if there is nothing to time."""
+    try:
+        with warnings.catch_warnings():
+            if not contender.required:
+                warnings.simplefilter("ignore")
+            _check(contender, result, device)
+            if result.wrong:
+                return None
+            start = time.perf_counter()
+            for i in range(warm_up):
+                contender.calls[i % len(contender.calls)]()
+            clock = _clock(contender.calls, device, graphs and contender.capturable)
+            synchronize(device)
+            result.warm_up_s = time.perf_counter() - start
+            return clock
+    except Exception as error:
+        if contender.required:
+            raise
+        result.problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+        return None
+
+
+def _check(contender: Contender, result: Result, device: torch.device) -> None:
+    if contender.prepare is not None:
+        contender.prepare()
+        synchronize(device)
+    for i, call in enumerate(contender.calls):
+        start = time.perf_counter()
+        out = call()
+        synchronize(device)
+        if i == 0:
+            result.first_call_s = time.perf_counter() - start
+        error = contender.error(out)
+        # A NaN compares false with everything and must stay.
+        if result.error is None or not error <= result.error:
+            result.error = error
+        if result.wrong:
+            return
+    if contender.after_first is not None:
+        result.note = " ".join(filter(None, (result.note, contender.after_first())))
+
+
+def _clock(calls: Sequence[Call], device: torch.device, graphs: bool) -> Clock:
+    """Milliseconds of the next call, or of an average call of a CUDA graph."""
+    if device.type != "cuda":
+        return _cpu_clock(calls)
+    if not graphs:
+        return _event_clock(_rotation(calls), 1)
+    count = max(len(calls), _GRAPH_CALLS)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            calls[i % len(calls)]()
+    graph.replay()
+    return _event_clock(graph.replay, count)
+
+
+def _rotation(calls: Sequence[Call]) -> Callable[[], object]:
+    turn = -1
+
+    def call() -> object:
+        nonlocal turn
+        turn = (turn + 1) % len(calls)
+        return calls[turn]()
+
+    return call
+
+
+def _cpu_clock(calls: Sequence[Call]) -> Clock:
+    call = _rotation(calls)
+
+    def clock() -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    return clock
+
+
+def _event_clock(call: Callable[[], object], count: int) -> Clock:
+    def clock() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / count
+
+    return clock
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of ``expected``, in float64."""
+    wanted = expected.double()
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s, read and written, of a copy that no cache can hold: the best of ten."""
+    size = (1 << 30) if device.type == "cuda" else (1 << 28)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    clock = _clock([lambda: target.copy_(source)], device, graphs=False)
+    clock()
+    return 2 * size / min(clock() for _ in range(10)) / 1e6

@@ -1,0 +1,43 @@
+"""The command line, ``kvpass`` or ``python -m kvpass``. One function adds each command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvpass.bench.command import add_bench
+
+_USER_ERROR = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help.\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: of the command line; ``sys.argv`` if None.
+
+    Returns:
+        The exit code: 0, 1 if a result is wrong, or 2 after an error of the user, told in one
+        sentence on stderr.
+    """
+    parser = _Parser(prog="kvpass", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_bench(commands)
+    options = parser.parse_args(arguments)
+
+    # Here, since importing this file must not import torch.
+    from kvpass.errors import KvpassError
+
+    try:
+        code: int = options.run(options)
+    except KvpassError as error:
+        print(f"kvpass: {error}", file=sys.stderr)
+        return _USER_ERROR
+    return code

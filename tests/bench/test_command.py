@@ -1,0 +1,161 @@
+"""The command line: exit codes, files, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpass.bench import contenders, report
+from kvpass.cli import main
+
+ROOT = Path(__file__).parent.parent.parent
+ATTENTION = ["bench", "attention", "--tokens", "200", "--heads", "4", "--kv-heads", "2",
+             "--head-dim", "32", "--rounds", "2", "--device", "cpu"]  # fmt: skip
+TINY = ["--layers", "1", "--hidden", "64", "--intermediate", "64", "--heads", "2", "--kv-heads",
+        "1", "--vocab", "100"]  # fmt: skip
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; from kvpass.cli import main\n"
+        "try: main(['bench', 'decode', '--help'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True)
+    assert done.returncode == 0
+    assert b"--context" in done.stdout
+
+
+def test_attention_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(contenders, "cache_size", lambda device: 1 << 16)
+    file = tmp_path / "a.json"
+    assert main([*ATTENTION, "--json", str(file)]) == 0
+    assert "200 tokens, batch 1" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    assert content["command"] == "attention"
+    assert content["arguments"]["tokens"] == [200]
+    assert {"host", "cpu", "gpus", "threads", "versions"} <= set(content["machine"])
+    assert {"torch", "transformers", "triton", "python"} <= set(content["machine"]["versions"])
+    assert len(content["results"]) == 4
+    for row in content["results"]:
+        assert row["status"] == "timed"
+        assert len(row["times_ms"]) == 2
+        assert row["error"] <= row["tolerance"]
+        assert row["tokens"] == 200
+
+
+def test_a_wrong_result_exits_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(contenders, "cache_size", lambda device: 1 << 16)
+    monkeypatch.setattr(contenders, "TOLERANCE", dict.fromkeys(contenders.TOLERANCE, 1e-12))
+    file = tmp_path / "a.json"
+    assert main([*ATTENTION, "--json", str(file)]) == 1
+    assert "WRONG: relative error" in capsys.readouterr().out
+    assert json.loads(file.read_text())["results"][0]["status"] == "wrong"
+
+
+def test_decode(tmp_path, capsys):
+    file = tmp_path / "d.json"
+    command = ["bench", "decode", *TINY, "--context", "140", "--rounds", "1", "--device", "cpu"]
+    assert main([*command, "--inner", "eager", "--recipes", "kivi-4bit", "--json", str(file)]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    rows = json.loads(file.read_text())["results"]
+    assert rows[0]["name"] == "kvpass kivi-4bit"
+    assert rows[0]["tokens_per_s"] > 0
+    assert {"first_call_s", "warm_up_s"} <= set(rows[0])
+
+
+def test_memory(tmp_path, capsys):
+    file = tmp_path / "m.json"
+    command = ["bench", "memory", "--preset", "llama-3.1-8b", "--budget", "16GiB"]
+    assert main([*command, "--json", str(file)]) == 0
+    assert "131,072" in capsys.readouterr().out
+    names = [row["name"] for row in json.loads(file.read_text())["results"]]
+    assert names == ["plain", "kivi-4bit", "kivi-2bit"]
+
+
+def test_config_file(capsys):
+    config = str(ROOT / "examples" / "small_model" / "config.json")
+    assert main(["bench", "memory", "--config", config, "--budget", "1GiB"]) == 0
+    assert "4 layers, 2 KV heads of 64" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="kvpass[plot]")
+def test_plot(tmp_path, monkeypatch):
+    monkeypatch.setattr(contenders, "cache_size", lambda device: 1 << 16)
+    for command in (ATTENTION, ["bench", "memory"]):
+        file = tmp_path / f"{command[1]}.svg"
+        assert main([*command, "--plot", str(file)]) == 0
+        assert file.read_text().startswith("<?xml")
+
+
+MISTAKES = [
+    (["--recipes", "kivi-3bit"], "Unknown recipe 'kivi-3bit'. Did you mean 'kivi-4bit' or"),
+    (["--head-dim", "20", "--recipes", "kivi-2bit"], "head_dim 20 at 2 bits does not fill"),
+    (["--kv-heads", "3"], "3 KV heads do not divide 4 query heads."),
+    (["--tokens", "0"], "tokens=0 is not supported; at least 1."),
+    (["--tokens", "1000000000000"], "needs about"),
+    (["--rounds", "0"], "--rounds 0 is not supported; at least 1."),
+    (["--dtype", "float8"], "Unknown dtype 'float8'. Did you mean 'float"),
+    (["--device", "gpu"], "Unknown device 'gpu'. Did you mean 'cpu'?"),
+    (["--json", "/no/such/folder/x.json"], "its folder does not exist."),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), MISTAKES, ids=lambda x: str(x)[:20])
+def test_mistakes(more, message, capsys):
+    assert main([*ATTENTION, *more]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["decode", "--context", "0"], "context=0 is not supported"),
+        (["decode", "--context", "1000000000", "--device", "cpu"], "ask for fewer tokens or"),
+        (["decode", "--preset", "llama"], "Unknown preset 'llama'. Did you mean 'llama-3.1-8b'?"),
+        (["decode", "--hidden", "100", "--heads", "16"], "16 heads do not divide hidden size 100"),
+        (["memory", "--config", "none.json"], "Config file 'none.json' does not exist."),
+        (["memory", "--config", __file__], "is not a transformers config"),
+        (["memory", "--config", "none.json", "--layers", "3"], "--config takes no layers beside"),
+        (["memory", "--budget", "many"], "Size 'many' cannot be read"),
+    ],
+)
+def test_mistakes_of_models(command, message, capsys):
+    assert main(["bench", *command]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sliding_windows_are_refused(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "mistral", "sliding_window": 16}))
+    assert main(["bench", "memory", "--config", str(file)]) == 2
+    assert "layers that kvpass does not pack" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys):
+    assert main([*ATTENTION, "--device", "cuda"]) == 2
+    assert "torch finds no CUDA GPU here" in capsys.readouterr().err
+
+
+def test_arguments_that_cannot_be_parsed(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "attention", "--tokens", "many"])
+    err = capsys.readouterr().err
+    assert "argument --tokens: invalid int value: 'many'; see kvpass bench attention --help." in err
+    assert err.count("\n") == 1
+
+
+def test_missing_matplotlib(monkeypatch, capsys):
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    assert main([*ATTENTION, "--plot", "x.svg"]) == 2
+    assert "--plot needs matplotlib: pip install 'kvpass[plot]'." in capsys.readouterr().err

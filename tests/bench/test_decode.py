@@ -1,0 +1,104 @@
+"""`kvpass bench decode` on a tiny model."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from kvpass.bench import decoders
+from kvpass.bench.decode import bench_decode, decode_json, decode_section
+from kvpass.bench.filling import Setting, decoded_cache, packed_cache
+from kvpass.bench.models import Shape
+from kvpass.errors import OptionError
+from kvpass.recipes import recipe
+
+CONFIG = Shape(2, 64, 96, 4, 2, None, 128).config()
+
+
+def setting(**options):
+    options = {"context": 300, "fill": "random", "inner": "eager"} | options
+    context = options.pop("context")
+    return Setting(CONFIG, context, 2, torch.float32, torch.device("cpu"), **options)
+
+
+@pytest.mark.parametrize("fill", ["random", "prompt"])
+def test_all_contenders_are_right(fill):
+    chosen = setting(fill=fill)
+    results = bench_decode(chosen, ["kivi-4bit", "kivi-2bit"], 2, progress=False)
+    assert [r.name for r in results[:5]] == [
+        "kvpass kivi-4bit",
+        "kvpass kivi-2bit",
+        "eager, DynamicCache",
+        "compile, DynamicCache",
+        "compile, StaticCache",
+    ]
+    for result in results[:5]:
+        assert not result.problem
+        assert result.error < 1e-4
+        assert len(result.times_ms) == 2
+    assert re.search(r"append by \w+ x4, attention by \w+ x2", results[0].note)
+    assert ("prefill" in results[0].note) == (fill == "prompt")
+    table = str(decode_section(chosen, results))
+    assert f"300 tokens ({fill}), batch 2, 2 layers" in table
+    assert "tokens/s" in table
+    speed = decode_json(chosen, results[0])["tokens_per_s"]
+    assert speed == pytest.approx(2000 / results[0].median_ms)
+
+
+def test_a_wrong_cache_is_caught(monkeypatch):
+    """The keys of the packed cache are in another order than their values."""
+    real = packed_cache
+
+    def shuffled(setting, plan):
+        cache = real(setting, plan)
+        for layer in cache.layers:
+            layer.keys.codes.copy_(layer.keys.codes.flip(2))
+        return cache
+
+    monkeypatch.setattr(decoders, "packed_cache", shuffled)
+    right = real(setting(), recipe("kivi-4bit").layer_plan("*", 16, 16))
+    monkeypatch.setattr(decoders, "decoded_cache", lambda s, cache: decoded_cache(s, right))
+    wrong, *_ = bench_decode(setting(), ["kivi-4bit"], 1, progress=False)
+    assert wrong.wrong
+    assert wrong.error > 0.2
+    assert wrong.times_ms == ()
+    assert "WRONG" in str(decode_section(setting(), [wrong]))
+
+
+def test_quantized_caches_of_transformers(monkeypatch):
+    """Without their libraries a row says so."""
+    monkeypatch.setattr(decoders, "_installed", lambda module: False)
+    contenders, missing = decoders.quantized_contenders(setting(), None)
+    assert contenders == []
+    assert [r.problem for r in missing] == [
+        "optimum-quanto is not installed",
+        "hqq is not installed",
+    ]
+
+
+def test_installed(monkeypatch):
+    assert not decoders._installed("no_such_package.part")
+    assert decoders._installed("torch.nn")
+    assert isinstance(sys.modules["torch.nn"], ModuleType)
+
+
+def test_contenders_have_code_objects_of_their_own():
+    a, b = decoders.new_step("a"), decoders.new_step("b")
+    assert a.__code__ is not b.__code__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 0}, "context=0 is not supported; at least 1"),
+        ({"fill": "rand"}, "Unknown fill 'rand'. Did you mean 'random'"),
+        ({"inner": "inductr"}, "Unknown inner compiler 'inductr'. Did you mean 'inductor'"),
+    ],
+)
+def test_mistakes(options, message):
+    with pytest.raises(OptionError, match=message):
+        setting(**options)

@@ -1,0 +1,195 @@
+"""What `kvpass bench gpu` can show without a GPU: its checks on a CPU, its parts in order."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from kvpass.bench import contenders, gpu, kernel_checks
+from kvpass.bench.filling import Setting
+from kvpass.bench.kernel_checks import check_kernels, worst
+from kvpass.bench.models import Shape
+from kvpass.bench.timing import Contender, measure
+from kvpass.cli import main
+from kvpass.errors import OptionError
+
+CPU = torch.device("cpu")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def checks(recipe="kivi-2bit", wanted=None, dtype=torch.float16):
+    return list(check_kernels(recipe, dtype, 64, CPU, wanted))
+
+
+@pytest.mark.parametrize("recipe", ["fp", "kivi-4bit"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reference_passes(recipe, dtype):
+    found = checks(recipe, dtype=dtype)
+    assert [c for c in found if not c.passed] == []
+    assert {c.name.split()[0] for c in found} == {"pack", "append", "attention"}
+    assert 0 <= worst(found) <= 1
+
+
+@pytest.mark.parametrize("op", ["pack", "append", "attention"])
+def test_a_wrong_kernel_is_caught(op, monkeypatch):
+    real = kernel_checks.provider
+
+    def broken(name, *args):
+        target, choice = real(name, *args)
+
+        def off(*arguments):
+            out = target(*arguments)
+            if name == "pack":
+                out[0][0, 0, 0] += 1
+                out[2][..., 0] += 1
+            elif name == "append":
+                arguments[0][2].add_(1)
+            else:
+                out.mul_(1.05)
+            return out
+
+        return (off if name == op else target), choice
+
+    monkeypatch.setattr(kernel_checks, "provider", broken)
+    failed = {c.name.split()[0] for c in checks() if not c.passed}
+    assert failed == {op}
+
+
+@no_gpu
+def test_another_provider_is_not_accepted(monkeypatch):
+    monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
+    found = checks(wanted="triton")
+    assert not any(c.passed for c in found)
+    assert "served by" in found[0].problem
+    assert "not triton" in found[0].problem
+
+
+@no_gpu
+def test_refuses_without_a_gpu(capsys, tmp_path):
+    assert main(["bench", "gpu", "--json", str(tmp_path / "x.json")]) == 2
+    err = capsys.readouterr().err
+    assert "torch finds no CUDA GPU here" in err
+    with pytest.raises(OptionError, match="needs a CUDA GPU"):
+        gpu.bench_gpu(CPU, "x.json")
+
+
+def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
+    def fails():
+        raise RuntimeError("no such kernel")
+
+    parts = [("a", fails), ("b", lambda: ("fine", [{"x": 1}], True))]
+    monkeypatch.setattr(gpu, "_parts", lambda device, deadline: iter(parts))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    file = tmp_path / "g.json"
+    assert not gpu.bench_gpu(torch.device("cuda"), str(file))
+    rows = json.loads(file.read_text())["results"]
+    assert [(r["part"], r.get("right")) for r in rows] == [("a", False), ("b", None), ("b", True)]
+    assert "RuntimeError: no such kernel" in rows[0]["text"]
+    assert "== a, 0 s: NOT RIGHT" in capsys.readouterr().out
+
+
+def test_the_attention_part(monkeypatch):
+    monkeypatch.setattr(contenders, "cache_size", lambda device: 1 << 16)
+    text, rows, right = gpu._attention(CPU, 1, 130)
+    assert right
+    assert "130 tokens, batch 1, 32 query and 8 KV heads of 128, bfloat16" in text
+    assert {"batch", "tokens", "copy_gb_s", "times_ms"} <= set(rows[0])
+    monkeypatch.setattr(gpu, "free_memory", lambda device: 0)
+    assert gpu._attention(CPU, 1, 130) == ("not run: too little memory", [], True)
+
+
+def test_the_decode_part(monkeypatch):
+    """Without time or memory for all layers there are a quarter of them."""
+    tiny = Shape(4, 64, 96, 4, 2, None, 128)
+    monkeypatch.setattr(gpu, "PRESETS", {"llama-3.1-8b": tiny})
+    monkeypatch.setattr(gpu, "Setting", partial(Setting, inner="eager"))
+    monkeypatch.setattr(gpu, "_DECODED_TOKENS", 200)
+    text, rows, right = gpu._decode(CPU, time.monotonic())
+    assert right
+    assert "200 tokens (random), batch 4, 1 layers" in text
+    assert rows[0]["tokens_per_s"] > 0
+
+
+@no_gpu
+def test_the_kernels_part(monkeypatch):
+    monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
+    text, rows, right = gpu._kernels(CPU, torch.float16, 64)
+    assert not right
+    assert "kivi-2bit: 0 of 27 right" in text
+    assert "WRONG pack keys fp float16 D=64 T=1: served by" in text
+    assert json.dumps(rows)
+
+
+def test_a_graph_is_timed_per_call(monkeypatch):
+    """The events of a GPU, with a graph that only counts."""
+
+    class Graph:
+        replays = 0
+
+        def replay(self):
+            self.replays += 1
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        synchronize = record
+
+        def elapsed_time(self, end):
+            return 32.0
+
+    graph, calls = Graph(), []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda g: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+
+    def call(i):
+        def run():
+            calls.append(i)
+            return torch.tensor(0.0)
+
+        return run
+
+    contender = Contender("a", [call(0), call(1)], float, 0.5)
+    options = {"warm_up": 0, "progress": False}
+    (result,) = measure([contender], 3, torch.device("cuda"), graphs=True, **options)
+    assert calls == [0, 1] * 9  # checked once, captured sixteen times
+    assert graph.replays == 4
+    assert result.times_ms == (2.0, 2.0, 2.0)
+    (result,) = measure([contender], 1, torch.device("cuda"), graphs=False, **options)
+    assert result.times_ms == (32.0,)
+    contender.capturable = False
+    (result,) = measure([contender], 1, torch.device("cuda"), graphs=True, **options)
+    assert result.times_ms == (32.0,)
+
+
+def test_parts_are_complete():
+    names = [name.split()[0] for name, _ in gpu._parts(CPU, 0.0)]
+    assert list(dict.fromkeys(names)) == ["subnormals", "kernels", "attention", "decode"]
+    assert len(names) == 1 + 3 + 6 + 1
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("mask", [0x3, 0x300, 0xF0])
+def test_products_of_subnormals_compile_to_tensor_cores(capability, mask):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvpass.bench.subnormals import _dot_of_codes
+
+    sizes = {"MASK": mask, "TOKENS": 64, "WORDS": 16, "COLUMNS": 16}
+    signature = {"words": "*i16", "q": "*fp16", "out": "*fp32"} | dict.fromkeys(sizes, "constexpr")
+    source = ASTSource(triton.jit(_dot_of_codes), signature, sizes)
+    target = GPUTarget("cuda", capability, 32)
+    ptx = triton.compile(source, target=target, options={"num_warps": 1}).asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx
