@@ -23,6 +23,7 @@ from lowering.cpp.library import decline_compiler, load_function, native_lanes
 _EXP2 = (0.0013266971, 0.00967546, 0.055507425, 0.24022122, 0.69314694, 1.0000001)
 # Query rows of a pass: their sums, and those of the tokens beside them, fill the registers.
 _MOST_ROWS = 4
+_FEWEST_LANES = 4
 _ARGUMENTS = struct.Struct("11P15qd")
 _MASKS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 _NO_MASK = (0, 0, 0, 0, 0)
@@ -47,8 +48,9 @@ def supports(
         return f"the query is {q.dtype}, keys are {k.dtype}, values {v.dtype}"
     if mask is not None and mask.dtype not in _MASKS:
         return f"the mask is {mask.dtype}"
-    for plan, tensor in ((k_plan, k), (v_plan, v)):
-        if reason := constants_of(plan, int(tensor.shape[3])).misfit(native_lanes()):
+    k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
+    for plan, dim in ((k_plan, k_dim), (v_plan, v_dim)):
+        if reason := constants_of(plan, dim).misfit(_lanes(k_plan, v_plan, k_dim, v_dim)):
             return reason
     return (
         decline_device(q)
@@ -56,7 +58,7 @@ def supports(
         or decline_state(values, v_plan)
         or decline_compiler(
             "attention",
-            **_parameters(k_plan, v_plan, int(k.shape[3]), int(v.shape[3]), q.dtype, _rows(q, k)),
+            **_parameters(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k)),
         )
     )
 
@@ -67,11 +69,22 @@ def _rows(q: Tensor, k: Tensor) -> int:
     return rows if rows in (1, 2) else _MOST_ROWS
 
 
+def _lanes(k_plan: str, v_plan: str, k_dim: int, v_dim: int) -> int:
+    """Vectors no wider than a token's words, or most of each would be padding."""
+    words = min(constants_of(k_plan, k_dim).words, constants_of(v_plan, v_dim).words)
+    lanes = native_lanes()
+    while lanes > max(words, _FEWEST_LANES):
+        lanes //= 2
+    return lanes
+
+
 def _parameters(
     k_plan: str, v_plan: str, k_dim: int, v_dim: int, dtype: torch.dtype, rows: int
 ) -> dict[str, object]:
     return {
-        "lanes": native_lanes(),
+        "lanes": _lanes(k_plan, v_plan, k_dim, v_dim),
+        # Half of the registers hold sums; wide vectors come with twice as many registers.
+        "sums": 16 if native_lanes() == 16 else 8,
         "dtype": DTYPES[dtype],
         "k": constants_of(k_plan, k_dim),
         "v": constants_of(v_plan, v_dim),

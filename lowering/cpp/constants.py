@@ -43,14 +43,18 @@ class Constants:
         """Tokens are stored as codes."""
         return self.bits != 16
 
+    @property
+    def words(self) -> int:
+        """Numbers of one token that lie side by side: 16-bit words, or channels."""
+        return self.dim * self.bits // 16
+
     def misfit(self, lanes: int) -> str | None:
         """Why vectors of ``lanes`` numbers cannot work on these groups, or None."""
         if not (self.packed and self.by_token):
             return None
-        words = self.dim * self.bits // 16
-        for first in range(0, words, lanes):
-            last = min(first + lanes, words) - 1
-            for plane in range(0, self.dim, words):
+        for first in range(0, self.words, lanes):
+            last = min(first + lanes, self.words) - 1
+            for plane in range(0, self.dim, self.words):
                 if (plane + last) // self.group - (plane + first) // self.group > 1:
                     return f"groups of {self.group} channels are too small for {lanes} lanes"
         return None

