@@ -101,10 +101,15 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _repeated(x: Pattern) -> Pattern:
-    """``x``, or ``x`` with every KV head repeated for the query heads that share it."""
+def repeated(x: Pattern) -> Pattern:
+    """``x`` with every KV head repeated for the query heads that share it."""
     split = call("getitem", input=x, index=Is(_splits_heads, "[:, :, None]"))
-    return either(call("reshape", input=call("expand", input=split)), x)
+    return call("reshape", input=call("expand", input=split))
+
+
+def _repeated(x: Pattern) -> Pattern:
+    """``x``, repeated or not."""
+    return either(repeated(x), x)
 
 
 _LAST = Is(lambda dim: dim in (-1, 3), "the last dimension")

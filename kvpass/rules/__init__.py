@@ -9,10 +9,12 @@ from kvpass.rules.base import Event as Event
 from kvpass.rules.base import Rule as Rule
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.quantize_cache import QuantizeCache
+from kvpass.rules.share_heads import ShareHeads
 
 RULES: list[Rule] = [
     QuantizeCache(),  # cat([past, new])  ~  append(past, new), the one lossy rule
     FuseAttention(),  # attention over a packed cache  =  kvpass.attention
+    ShareHeads(),  # sdpa(q, repeat(K), repeat(V))  =  sdpa(q, K, V, enable_gqa=True)
 ]
 
 

@@ -23,7 +23,11 @@ def attend(q, k, v, layer):
 
 
 def test_order_of_the_built_in_rules():
-    assert [rule.name for rule in rules.RULES] == ["quantize_cache", "fuse_attention"]
+    assert [rule.name for rule in rules.RULES] == [
+        "quantize_cache",
+        "fuse_attention",
+        "share_heads",
+    ]
 
 
 @pytest.mark.usefixtures("own_rules")
@@ -58,7 +62,11 @@ def test_registering_a_name_again_replaces_the_rule():
         def rewrite(self, node, found, context):
             raise AssertionError
 
-    assert [rule.name for rule in rules.RULES] == ["quantize_cache", "fuse_attention"]
+    assert [rule.name for rule in rules.RULES] == [
+        "quantize_cache",
+        "fuse_attention",
+        "share_heads",
+    ]
     (record,) = run(attend, [20])
     assert record.events == []
 

@@ -1,0 +1,51 @@
+"""Dense attention reads each KV head once, not a copy of it for every query head."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from kvpass.graph.pattern import Capture, Captures, Miss, argument, call
+from kvpass.graph.sites import repeated
+from kvpass.rules.base import Context, Rule
+from kvpass.rules.fuse_attention import erase_unread
+
+_SHARED = call("sdpa", key=repeated(Capture("keys")), value=repeated(Capture("values")))
+
+
+# sdpa(q, repeat(K), repeat(V), ...)  =  sdpa(q, K, V, ..., enable_gqa=True)
+#
+# where repeat() repeats KV heads for the query heads sharing them. For the attention that is left
+# dense: that of prompts. On CPUs only: on GPUs no fast kernel of torch takes both a mask and
+# enable_gqa.
+class ShareHeads(Rule):
+    """Neither copies nor reads KV heads more than once in a dense attention on a CPU."""
+
+    name = "share_heads"
+
+    def match(self, node: Node, context: Context) -> Captures | Miss | None:
+        """Applies to an SDPA on a CPU, beside an updated cache, that reads repeated heads."""
+        if all(site.root is not node for site in context.sites.attentions):
+            return None
+        found: Captures = {}
+        if _SHARED.match(node, found) is not None:
+            return None
+        q, keys, values = (
+            n.meta["example_value"] for n in (argument(node, "query"), *found.values())
+        )
+        if q.device.type != "cpu" or keys.shape[1] != values.shape[1]:
+            return None
+        return found
+
+    def rewrite(self, node: Node, found: Captures, context: Context) -> str:
+        """See the comment above the class."""
+        old = [argument(node, name) for name in ("key", "value")]
+        for name, plain in zip(("key", "value"), (found["keys"], found["values"]), strict=True):
+            if name in node.kwargs:
+                node.update_kwarg(name, plain)
+            else:
+                node.update_arg(1 if name == "key" else 2, plain)
+        node.update_kwarg("enable_gqa", True)
+        for repeat in old:
+            erase_unread(repeat)
+        heads = found["keys"].meta["example_value"].shape[1]
+        return f"{heads} KV heads are read without copies"
