@@ -79,8 +79,9 @@ def attention(
     sizes = attention_sizes(k, v, rows, pairs, keys[0].shape[2], q.device)
     kernels = load_kernels("attention", k=k, v=v, tile=sizes.tile, edge_tile=sizes.edge_tile)
 
-    regions = (1 if k.identity else 2) * (1 if v.identity else 2)
-    splits = sizes.splits + (regions - 1) * sizes.edge_splits
+    # Packed tokens beyond the last whole tile, and each combination of packed and exact.
+    edges = (1 if k.identity else 2) * (1 if v.identity else 2)
+    splits = sizes.splits + edges * sizes.edge_splits
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))

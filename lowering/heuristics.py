@@ -77,7 +77,7 @@ def attention_sizes(
         splits=_splits(min(tile, group), pairs, capacity, device),
         edge_splits=max(1, exact // _EDGE_TOKENS),
         # Twice the columns take twice the registers of a warp.
-        warps=_power_of_2(v.head_dim * v.bits * columns // 2048, 1, 4),
+        warps=_power_of_2(v.head_dim * columns // 1024, 1, 4),
     )
 
 
