@@ -76,7 +76,7 @@ def attention(
     k, v = layout_of(k_plan, head_dim), layout_of(v_plan, value_dim)
     rows = heads // kv_heads * queries
     pairs = batch * kv_heads
-    sizes = attention_sizes(k, v, rows, pairs, keys[0].shape[2], q.device)
+    sizes = attention_sizes(k, v, rows, pairs, keys[0].shape[2], q)
     kernels = load_kernels("attention", k=k, v=v, tile=sizes.tile, edge_tile=sizes.edge_tile)
 
     # Packed tokens beyond the last whole tile, and each combination of packed and exact.

@@ -18,6 +18,8 @@ _MAX_SPLITS = 128
 # A program of the exact window walks about this many tokens.
 _EDGE_TOKENS = 256
 _EDGE_TILE = 32
+# Channels for which one warp has the registers, with up to 16 query rows.
+_WARP_LANES = 128
 # Tokens that one program of `pack` and `append` encodes, where no group of tokens asks for more.
 _ENCODE_TOKENS = 16
 # Tokens that one program copies as they are.
@@ -51,7 +53,7 @@ def attention_sizes(
     rows: int,
     pairs: int | torch.SymInt,
     capacity: int | torch.SymInt,
-    device: torch.device,
+    query: torch.Tensor,
 ) -> AttentionSizes:
     """Sizes of a launch.
 
@@ -60,25 +62,34 @@ def attention_sizes(
         rows: query rows of a KV head.
         pairs: batch times KV heads.
         capacity: tokens that there is room for.
-        device: to run on.
+        query: whose dtype and device are looked at.
 
     A symbolic ``pairs`` or ``capacity`` is not looked at, which would specialise the graph on it.
     """
     columns = 8 if rows <= 8 else MAX_ROWS
-    tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
-    # A tile lies in one group of tokens. Several groups unrolled in one step save 6% of the
-    # instructions, but take Triton more than a minute to compile.
-    group = k.group if k.by_channel else tile
-    exact = max(k.ring, v.ring)
+    wide = query.dtype == torch.float32
+    if wide and k.identity and v.identity:
+        tile = 32
+    else:
+        tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
+    # A tile lies in one group of tokens.
+    tile = min(tile, k.group) if k.by_channel else tile
     return AttentionSizes(
-        tile=min(tile, group),
-        edge_tile=min(_EDGE_TILE, group),
+        tile=tile,
+        edge_tile=min(_EDGE_TILE, tile),
         columns=columns,
-        splits=_splits(min(tile, group), pairs, capacity, device),
-        edge_splits=max(1, exact // _EDGE_TOKENS),
-        # Twice the columns take twice the registers of a warp.
-        warps=_power_of_2(v.head_dim * columns // 1024, 1, 4),
+        splits=_splits(tile, pairs, capacity, query.device),
+        edge_splits=max(1, max(k.ring, v.ring) // _EDGE_TOKENS),
+        warps=_warps(max(k.exact_lanes, v.exact_lanes), columns, wide),
     )
+
+
+def _warps(lanes: int, columns: int, wide: bool) -> int:
+    """As few as have the registers: one warp needs no barrier and no exchange through memory."""
+    if wide:
+        # Products in fp32 are not for tensor cores and keep whole operands in registers.
+        return 4
+    return 1 if lanes <= _WARP_LANES else columns // 4
 
 
 def encode_tokens(layout: Layout) -> int:

@@ -116,6 +116,11 @@ class Layout:
         return 1 if self.identity or self.by_channel else self.head_dim // self.group
 
     @property
+    def group_columns(self) -> int:
+        """`groups`, rounded up to a power of two."""
+        return _next_power_of_2(self.groups)
+
+    @property
     def param_rows(self) -> int:
         """`groups`, padded to the rows of a tensor-core product."""
         return max(MIN_LANES, _next_power_of_2(self.groups))
