@@ -89,13 +89,14 @@ def attention(
         q = q.contiguous()
     kind, mask, mask_strides = _mask_arguments(q, mask)
     launch(
-        kernels.attention_split, (pairs, splits),
+        kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
         q, *keys, keys[0].shape[2], *values, values[0].shape[2], mask, partial, statistics,
         q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=2,
+        step_elements=sizes.tile * (head_dim + value_dim),
     )  # fmt: skip
     launch(
         kernels.attention_merge, (pairs, rows),

@@ -9,7 +9,10 @@ import torch
 from triton_templates import Layout
 
 # Query rows that a program holds: the N axis of the tensor-core product.
-MAX_ROWS = 16
+_MAX_COLUMNS = 16
+# Query rows of a KV head; each `_MAX_COLUMNS` of them read the packed tokens once more, and beyond
+# these it is cheaper to decode the tokens once.
+MAX_ROWS = 128
 # Multiprocessors to fill where the device cannot be asked: fake tensors on a machine without a GPU.
 _DEFAULT_PROCESSORS = 132
 # Programs to have in flight on each multiprocessor.
@@ -33,7 +36,7 @@ class AttentionSizes:
     Attributes:
         tile: tokens of one step over packed tokens.
         edge_tile: tokens of one step over tokens that are exact in keys or values.
-        columns: query rows, padded.
+        columns: query rows of a program, 8 or 16.
         splits: programs that share the packed tokens of one KV head.
         edge_splits: programs that share each other combination of packed and exact.
         warps: of a program.
@@ -66,7 +69,7 @@ def attention_sizes(
 
     A symbolic ``pairs`` or ``capacity`` is not looked at, which would specialise the graph on it.
     """
-    columns = 8 if rows <= 8 else MAX_ROWS
+    columns = 8 if rows <= 8 else _MAX_COLUMNS
     wide = query.dtype == torch.float32
     if wide and k.identity and v.identity:
         tile = 32

@@ -89,6 +89,14 @@ class Layout:
         return self.head_dim * self.bits // 16
 
     @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a packed token's words and params (16 bits a channel if it is stored as is)."""
+        if self.identity:
+            return 2 * self.head_dim
+        params = self.head_dim / self.group if self.by_channel else self.groups
+        return 2 * self.words + 4 * params
+
+    @property
     def width(self) -> int:
         """Words of a block: whole rows, or what also divides the groups of channels."""
         if self.identity:

@@ -69,7 +69,7 @@ def test_aten_on_cpu():
 @pytest.mark.parametrize(
     ("arguments", "op", "reason"),
     [
-        ({"groups": 32}, "attention", "32 query rows share a KV head; the kernels take 16"),
+        ({"groups": 129}, "attention", "129 query rows share a KV head; the kernels take 128"),
         ({"new_tokens": 17}, "append",
          "17 new tokens are a prefill; the kernel appends 16 at most"),
         ({"plans": (KEYS, KEYS)}, "attention", f"values {KEYS} have groups along tokens"),

@@ -122,9 +122,11 @@ def test_values_narrower_than_keys():
     check(plans, keys, values, query(1, 4, 1, 128))
 
 
-@pytest.mark.parametrize(("heads", "n"), [(1, 1), (8, 1), (3, 3), (12, 1), (4, 4), (16, 1)])
+@pytest.mark.parametrize(
+    ("heads", "n"), [(1, 1), (8, 1), (3, 3), (12, 1), (4, 4), (16, 1), (17, 1), (4, 10)]
+)
 def test_query_rows(heads, n):
-    """From one query head on a KV head to 16 rows, with unused columns in between."""
+    """From one query head on a KV head to several blocks of 16 rows, with unused columns."""
     plans = kivi(2)
     causal = torch.ones(n, 200 + n, dtype=torch.bool).tril(200)[None, None]
     keys, values = states(plans, 200, steps=(n,))

@@ -1,0 +1,7 @@
+"""``python -m kvpass``."""
+
+import sys
+
+from kvpass.cli import main
+
+sys.exit(main())
