@@ -41,6 +41,8 @@ def supports(
         return "the number of new tokens is symbolic"
     if layout_of(v_plan, int(v.shape[3])).by_channel:
         return f"values {v_plan} have groups along tokens"
+    if layout_of(k_plan, int(k.shape[3])).lanewise:
+        return f"the groups of keys {k_plan} are too short at head_dim {k.shape[3]}"
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > MAX_ROWS:
         return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"

@@ -71,7 +71,8 @@ def attention_sizes(
     """
     columns = 8 if rows <= 8 else _MAX_COLUMNS
     wide = query.dtype == torch.float32
-    if wide and k.identity and v.identity:
+    if v.lanewise or (wide and k.identity and v.identity):
+        # Scales of every channel, or exact tokens of twice the bytes.
         tile = 32
     else:
         tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
@@ -79,7 +80,8 @@ def attention_sizes(
     tile = min(tile, k.group) if k.by_channel else tile
     return AttentionSizes(
         tile=tile,
-        edge_tile=min(_EDGE_TILE, tile),
+        # Scales of every channel leave fewer registers.
+        edge_tile=min(16 if v.lanewise else _EDGE_TILE, tile),
         columns=columns,
         splits=_splits(tile, pairs, capacity, query.device),
         edge_splits=max(1, max(k.ring, v.ring) // _EDGE_TOKENS),

@@ -33,7 +33,7 @@ class Block:
         shift: right shift after which the plane's bits lie in the mantissa of a half.
         mask: the plane's bits after the shift; ``word >> shift & mask`` is ``code << position``.
         position: of the code's lowest bit after the shift.
-        group: group of channels, for a codec with groups per token; 0 otherwise.
+        group: group of channels, if the block lies in one; 0 otherwise.
     """
 
     index: int
@@ -101,7 +101,27 @@ class Layout:
         """Words of a block: whole rows, or what also divides the groups of channels."""
         if self.identity:
             return self.head_dim
-        return self.words if self.by_channel else math.gcd(self.group, self.words)
+        whole_rows = self.by_channel or self.lanewise
+        return self.words if whole_rows else math.gcd(self.group, self.words)
+
+    @property
+    def lanewise(self) -> bool:
+        """Groups are channels of a token, and blocks that lie in one group would be too short.
+
+        Then blocks are whole rows, and each of their lanes has its own scale.
+        """
+        short = self.group > 0 and math.gcd(self.group, self.words) < _MIN_BLOCK
+        return not self.identity and self.axis == "token" and short
+
+    def groups_of(self, block: Block) -> range:
+        """The groups of channels that the block lies in."""
+        last = block.channel + self.width - 1
+        return range(block.channel // self.group, last // self.group + 1)
+
+    @property
+    def group_lanes(self) -> int:
+        """`group`, rounded up to a power of two."""
+        return _next_power_of_2(self.group)
 
     @property
     def chunks(self) -> int:
@@ -155,7 +175,7 @@ class Layout:
                 shift = plane // per_shift * per_shift * self.bits
                 position = plane * self.bits - shift
                 channel = plane * self.words + chunk * self.width
-                group = 0 if self.by_channel else channel // self.group
+                group = 0 if self.by_channel or self.lanewise else channel // self.group
                 mask = self.levels << position
                 made.append(Block(len(made), plane, chunk, channel, shift, mask, position, group))
         return tuple(made)
@@ -180,10 +200,10 @@ class Layout:
                 )
         elif self.head_dim % self.group:
             return f"group {self.group} does not divide head_dim {self.head_dim}"
-        if self.width < _MIN_BLOCK:
+        if self.words < _MIN_BLOCK:
             return (
-                f"{self} at head_dim {self.head_dim} splits its {self.words} words a token into "
-                f"runs of {self.width}; at least {_MIN_BLOCK} are needed"
+                f"{self} at head_dim {self.head_dim} has {self.words} words a token; the kernels "
+                f"need {_MIN_BLOCK}"
             )
         return None
 
