@@ -79,7 +79,9 @@ def attention(
     rows = heads // kv_heads * queries
     pairs = batch * kv_heads
     sizes = attention_sizes(k, v, rows, pairs, keys[0].shape[2], q)
-    kernels = load_kernels("attention", k=k, v=v, tile=sizes.tile, edge_tile=sizes.edge_tile)
+    kernels = load_kernels(
+        "attention", k=k, v=v, tile=sizes.tile, part=sizes.part, edge_tile=sizes.edge_tile
+    )
 
     # Packed tokens beyond the last whole tile, and each combination of packed and exact.
     edges = (1 if k.identity else 2) * (1 if v.identity else 2)

@@ -35,6 +35,8 @@ class AttentionSizes:
 
     Attributes:
         tile: tokens of one step over packed tokens.
+        part: tokens of a tile that are read together, of one group; the parts of a tile share one
+            softmax step.
         edge_tile: tokens of one step over tokens that are exact in keys or values.
         columns: query rows of a program, 8 or 16.
         splits: programs that share the packed tokens of one KV head.
@@ -43,6 +45,7 @@ class AttentionSizes:
     """
 
     tile: int
+    part: int
     edge_tile: int
     columns: int
     splits: int
@@ -76,12 +79,15 @@ def attention_sizes(
         tile = 32
     else:
         tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
-    # A tile lies in one group of tokens.
-    tile = min(tile, k.group) if k.by_channel else tile
+    part = min(tile, k.group) if k.by_channel else tile
+    if columns > 8:
+        # No registers for the scores of several parts.
+        tile = part
     return AttentionSizes(
         tile=tile,
+        part=part,
         # Scales of every channel leave fewer registers.
-        edge_tile=min(16 if v.lanewise else _EDGE_TILE, tile),
+        edge_tile=min(16 if v.lanewise else _EDGE_TILE, part),
         columns=columns,
         splits=_splits(tile, pairs, capacity, query.device),
         edge_splits=max(1, max(k.ring, v.ring) // _EDGE_TOKENS),

@@ -85,6 +85,7 @@ def test_generated_files_pass_the_linter(template, tmp_path):
                 "k": layout,
                 "v": layouts[-1] if layout.by_channel else layouts[2],
                 "tile": 32,
+                "part": 16,
                 "edge_tile": 32,
             }
         codegen.write_source(template, render(template, **parameters))
