@@ -29,14 +29,14 @@ BOUNDS = {
     ("fp", "fp"): 1.05,
     ("int8.channel128/window=0,flush=128", "int8.token128/window=128,flush=1"): 2.05,
     ("int4.channel128/window=0,flush=128", "int4.token128/window=128,flush=1"): 1.77,
-    ("int4.channel32/window=0,flush=128", "int4.token128/window=128,flush=1"): 2.22,
+    ("int4.channel32/window=0,flush=128", "int4.token128/window=128,flush=1"): 2.08,
     ("int4.channel128/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.74,
     ("int2.channel128/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.42,
-    ("int2.channel64/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.62,
-    ("int2.channel32/window=0,flush=128", "int2.token128/window=128,flush=1"): 2.08,
+    ("int2.channel64/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.56,
+    ("int2.channel32/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.83,
     # kivi-2bit and kivi-4bit
-    ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.30,
-    ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.44,
+    ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.06,
+    ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.30,
 }
 
 
