@@ -40,6 +40,9 @@ def test_preset_compiles_without_spills(preset, head_dim, capability, capsys):
     for report in reports:
         assert not report.spills, report.name
         assert report.registers <= MOST_REGISTERS
+    split = next(r for r in reports if r.name == "attention_split")
+    assert split.tensor_core_instructions > 0
+    assert split.instructions["I2F"] == 0
 
 
 def test_the_disassembler_is_missing(monkeypatch):
