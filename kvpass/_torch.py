@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 from torch._dynamo.source import AttrSource
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only

@@ -1,5 +1,5 @@
-"""The ``torch.compile`` backend: named passes, top to bottom. The only file that imports
-`lowering`."""
+"""The ``torch.compile`` backend: named passes, top to bottom. Only this file and the command line
+import `lowering`."""
 
 from __future__ import annotations
 

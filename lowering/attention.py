@@ -41,6 +41,8 @@ def supports(
         return "the number of new tokens is symbolic"
     if layout_of(v_plan, int(v.shape[3])).by_channel:
         return f"values {v_plan} have groups along tokens"
+    if layout_of(k_plan, int(k.shape[3])).lanewise:
+        return f"the groups of keys {k_plan} are too short at head_dim {k.shape[3]}"
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > MAX_ROWS:
         return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
@@ -76,11 +78,14 @@ def attention(
     k, v = layout_of(k_plan, head_dim), layout_of(v_plan, value_dim)
     rows = heads // kv_heads * queries
     pairs = batch * kv_heads
-    sizes = attention_sizes(k, v, rows, pairs, keys[0].shape[2], q.device)
-    kernels = load_kernels("attention", k=k, v=v, tile=sizes.tile, edge_tile=sizes.edge_tile)
+    sizes = attention_sizes(k, v, rows, pairs, keys[0].shape[2], q)
+    kernels = load_kernels(
+        "attention", k=k, v=v, tile=sizes.tile, part=sizes.part, edge_tile=sizes.edge_tile
+    )
 
-    regions = (1 if k.identity else 2) * (1 if v.identity else 2)
-    splits = sizes.splits + (regions - 1) * sizes.edge_splits
+    # Packed tokens beyond the last whole tile, and each combination of packed and exact.
+    edges = (1 if k.identity else 2) * (1 if v.identity else 2)
+    splits = sizes.splits + edges * sizes.edge_splits
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))
@@ -88,13 +93,14 @@ def attention(
         q = q.contiguous()
     kind, mask, mask_strides = _mask_arguments(q, mask)
     launch(
-        kernels.attention_split, (pairs, splits),
+        kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
         q, *keys, keys[0].shape[2], *values, values[0].shape[2], mask, partial, statistics,
         q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=2,
+        step_elements=sizes.tile * (head_dim + value_dim),
     )  # fmt: skip
     launch(
         kernels.attention_merge, (pairs, rows),

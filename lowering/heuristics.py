@@ -9,7 +9,10 @@ import torch
 from triton_templates import Layout
 
 # Query rows that a program holds: the N axis of the tensor-core product.
-MAX_ROWS = 16
+_MAX_COLUMNS = 16
+# Query rows of a KV head; each `_MAX_COLUMNS` of them read the packed tokens once more, and beyond
+# these it is cheaper to decode the tokens once.
+MAX_ROWS = 128
 # Multiprocessors to fill where the device cannot be asked: fake tensors on a machine without a GPU.
 _DEFAULT_PROCESSORS = 132
 # Programs to have in flight on each multiprocessor.
@@ -18,6 +21,8 @@ _MAX_SPLITS = 128
 # A program of the exact window walks about this many tokens.
 _EDGE_TOKENS = 256
 _EDGE_TILE = 32
+# Channels for which one warp has the registers, with up to 16 query rows.
+_WARP_LANES = 128
 # Tokens that one program of `pack` and `append` encodes, where no group of tokens asks for more.
 _ENCODE_TOKENS = 16
 # Tokens that one program copies as they are.
@@ -30,14 +35,17 @@ class AttentionSizes:
 
     Attributes:
         tile: tokens of one step over packed tokens.
+        part: tokens of a tile that are read together, of one group; the parts of a tile share one
+            softmax step.
         edge_tile: tokens of one step over tokens that are exact in keys or values.
-        columns: query rows, padded.
+        columns: query rows of a program, 8 or 16.
         splits: programs that share the packed tokens of one KV head.
         edge_splits: programs that share each other combination of packed and exact.
         warps: of a program.
     """
 
     tile: int
+    part: int
     edge_tile: int
     columns: int
     splits: int
@@ -51,7 +59,7 @@ def attention_sizes(
     rows: int,
     pairs: int | torch.SymInt,
     capacity: int | torch.SymInt,
-    device: torch.device,
+    query: torch.Tensor,
 ) -> AttentionSizes:
     """Sizes of a launch.
 
@@ -60,25 +68,39 @@ def attention_sizes(
         rows: query rows of a KV head.
         pairs: batch times KV heads.
         capacity: tokens that there is room for.
-        device: to run on.
+        query: whose dtype and device are looked at.
 
     A symbolic ``pairs`` or ``capacity`` is not looked at, which would specialise the graph on it.
     """
-    columns = 8 if rows <= 8 else MAX_ROWS
-    tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
-    # A tile lies in one group of tokens. Several groups unrolled in one step save 6% of the
-    # instructions, but take Triton more than a minute to compile.
-    group = k.group if k.by_channel else tile
-    exact = max(k.ring, v.ring)
+    columns = 8 if rows <= 8 else _MAX_COLUMNS
+    wide = query.dtype == torch.float32
+    if v.lanewise or (wide and k.identity and v.identity):
+        # Scales of every channel, or exact tokens of twice the bytes.
+        tile = 32
+    else:
+        tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
+    part = min(tile, k.group) if k.by_channel else tile
+    if columns > 8:
+        # No registers for the scores of several parts.
+        tile = part
     return AttentionSizes(
-        tile=min(tile, group),
-        edge_tile=min(_EDGE_TILE, group),
+        tile=tile,
+        part=part,
+        # Scales of every channel leave fewer registers.
+        edge_tile=min(16 if v.lanewise else _EDGE_TILE, part),
         columns=columns,
-        splits=_splits(min(tile, group), pairs, capacity, device),
-        edge_splits=max(1, exact // _EDGE_TOKENS),
-        # Twice the columns take twice the registers of a warp.
-        warps=_power_of_2(v.head_dim * v.bits * columns // 2048, 1, 4),
+        splits=_splits(tile, pairs, capacity, query.device),
+        edge_splits=max(1, max(k.ring, v.ring) // _EDGE_TOKENS),
+        warps=_warps(max(k.exact_lanes, v.exact_lanes), columns, wide),
     )
+
+
+def _warps(lanes: int, columns: int, wide: bool) -> int:
+    """As few as have the registers: one warp needs no barrier and no exchange through memory."""
+    if wide:
+        # Products in fp32 are not for tensor cores and keep whole operands in registers.
+        return 4
+    return 1 if lanes <= _WARP_LANES else columns // 4
 
 
 def encode_tokens(layout: Layout) -> int:

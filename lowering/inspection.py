@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kvpass.errors import KernelError
 from lowering.launch import Launch
+from lowering.layouts import interpreted
+from triton_templates import Layout
 
 _TYPES = {
     torch.float16: "*fp16",
@@ -32,6 +34,14 @@ _ALIGNMENT = 16
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _LABEL = re.compile(r"\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*?);")
+_BRANCH = re.compile(r"`?\((\.L_\w+)\)")
+_WARP = 32
+# Of Triton, where a launch does not say.
+_DEFAULT_WARPS = 4
+# Thread instructions a second (multiprocessors * 128 lanes * boost clock) and 90% of the memory's
+# bytes a second, by compute capability: A100 80 GB SXM and H200 SXM, from NVIDIA's data sheets.
+_RATES = {80: (19.5e12, 1.83e12), 90: (33.5e12, 4.3e12)}
+CAPABILITIES = tuple(_RATES)
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,11 @@ class KernelReport:
         local: bytes of a thread's local memory outside the stack.
         shared: bytes of shared memory of a program.
         instructions: how often each machine instruction (without suffixes) stands in the code.
+        main_loop: how often in the main loop: the one that copies to shared memory ahead of its
+            use. Empty if there is none, or several.
+        per_element: thread instructions of the main loop per element of keys and values that it
+            reads; None where that is not counted.
+        path: the generated file.
         sass: the disassembly.
     """
 
@@ -56,17 +71,51 @@ class KernelReport:
     local: int
     shared: int
     instructions: Counter[str]
+    main_loop: Counter[str]
+    per_element: float | None
+    path: Path
     sass: str
 
     @property
     def tensor_core_instructions(self) -> int:
         """Matrix products; ``HGMMA`` is what a group of four warps uses from sm_90 on."""
-        return self.instructions["HMMA"] + self.instructions["HGMMA"]
+        return matrix_products(self.instructions)
 
     @property
     def spills(self) -> bool:
         """Registers did not suffice."""
         return self.stack > 0 or self.local > 0 or any(self.instructions[i] for i in ("LDL", "STL"))
+
+
+def matrix_products(counts: Counter[str]) -> int:
+    """Tensor-core instructions among these."""
+    return counts["HMMA"] + counts["HGMMA"]
+
+
+def instruction_budget(k: Layout, v: Layout, capability: int) -> float:
+    """Thread instructions per element of keys and values below which memory is the limit."""
+    instructions, bandwidth = _RATES[capability]
+    elements = k.head_dim + v.head_dim
+    return (k.bytes_per_token + v.bytes_per_token) / elements * instructions / bandwidth
+
+
+def loops(sass: str) -> list[Counter[str]]:
+    """The instructions of each loop: from a label to the last branch back to it, both included.
+
+    A branch inside a loop counts with both its sides, as if they were always run.
+    """
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    ends: dict[int, int] = {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(names)
+        elif instruction := _INSTRUCTION.match(line):
+            names.append(instruction[1].split(".")[0])
+            target = _BRANCH.search(instruction[2]) if names[-1] == "BRA" else None
+            if target and target[1] in labels:
+                ends[labels[target[1]]] = len(names)
+    return [Counter(names[start:end]) for start, end in ends.items()]
 
 
 def inspect_launch(launch: Launch, capability: int) -> KernelReport:
@@ -75,6 +124,10 @@ def inspect_launch(launch: Launch, capability: int) -> KernelReport:
     Raises:
         KernelError: if it does not compile, or Triton's binary tools are missing.
     """
+    if interpreted():
+        raise KernelError(
+            "Triton is in its interpreter; unset TRITON_INTERPRET to compile kernels."
+        )
     name = launch.kernel.__name__
     compiled = _compile(launch, capability)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,9 +140,26 @@ def inspect_launch(launch: Launch, capability: int) -> KernelReport:
         raise KernelError(f"cuobjdump reports no resource usage for kernel {name}: {usage!r}.")
     registers, stack, local = int(match[1]), int(match[2]), int(match[4])
     counts = Counter(m[1].split(".")[0] for m in map(_INSTRUCTION.match, sass.splitlines()) if m)
-    # Dynamic shared memory is not in the binary, only in what the launcher is told.
-    shared = int(compiled.metadata.shared)
-    return KernelReport(name, capability, registers, stack, local, shared, counts, sass)
+    copying = [loop for loop in loops(sass) if loop["LDGSTS"]]
+    main_loop = copying[0] if len(copying) == 1 else Counter()
+    per_element = None
+    if launch.step_elements and main_loop:
+        threads = _WARP * launch.options.get("num_warps", _DEFAULT_WARPS)
+        per_element = main_loop.total() * threads / launch.step_elements
+    return KernelReport(
+        name=name,
+        capability=capability,
+        registers=registers,
+        stack=stack,
+        local=local,
+        # Dynamic shared memory is not in the binary, only in what the launcher is told.
+        shared=int(compiled.metadata.shared),
+        instructions=counts,
+        main_loop=main_loop,
+        per_element=per_element,
+        path=Path(launch.kernel.fn.__code__.co_filename),
+        sass=sass,
+    )
 
 
 def _compile(launch: Launch, capability: int) -> Any:

@@ -18,11 +18,20 @@ OPTIONS = ("num_warps", "num_stages")
 
 @dataclass(frozen=True)
 class Launch:
-    """A recorded launch: the kernel, its arguments by name, the compiler's options."""
+    """A recorded launch.
+
+    Attributes:
+        kernel: Triton's function.
+        arguments: by name.
+        options: of the compiler.
+        step_elements: elements of keys and values that one round of the main loop reads; 0 where
+            that is not counted.
+    """
 
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, int]
+    step_elements: int = 0
 
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("kvpass_recorded_launches", default=None)
@@ -39,13 +48,22 @@ def record_launches() -> Iterator[list[Launch]]:
         _recorded.reset(token)
 
 
-def launch(kernel: Any, grid: Sequence[int | torch.SymInt], *args: Any, **kwargs: Any) -> None:
-    """Runs a generated kernel; where it is traced, Inductor sees the kernel and inlines it."""
+def launch(
+    kernel: Any,
+    grid: Sequence[int | torch.SymInt],
+    *args: Any,
+    step_elements: int = 0,
+    **kwargs: Any,
+) -> None:
+    """Runs a generated kernel; where it is traced, Inductor sees the kernel and inlines it.
+
+    ``step_elements`` is only recorded, see `Launch`.
+    """
     recorded = _recorded.get()
     if recorded is not None:
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         positional = dict(zip(kernel.arg_names, args, strict=False))
-        recorded.append(Launch(kernel, positional | kwargs, options))
+        recorded.append(Launch(kernel, positional | kwargs, options, step_elements))
         return
     callee = kernel if interpreted() else torch.library.wrap_triton(kernel)
     callee[tuple(grid)](*args, **kwargs)

@@ -33,7 +33,7 @@ class Block:
         shift: right shift after which the plane's bits lie in the mantissa of a half.
         mask: the plane's bits after the shift; ``word >> shift & mask`` is ``code << position``.
         position: of the code's lowest bit after the shift.
-        group: group of channels, for a codec with groups per token; 0 otherwise.
+        group: group of channels, if the block lies in one; 0 otherwise.
     """
 
     index: int
@@ -89,11 +89,39 @@ class Layout:
         return self.head_dim * self.bits // 16
 
     @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a packed token's words and params (16 bits a channel if it is stored as is)."""
+        if self.identity:
+            return 2 * self.head_dim
+        params = self.head_dim / self.group if self.by_channel else self.groups
+        return 2 * self.words + 4 * params
+
+    @property
     def width(self) -> int:
         """Words of a block: whole rows, or what also divides the groups of channels."""
         if self.identity:
             return self.head_dim
-        return self.words if self.by_channel else math.gcd(self.group, self.words)
+        whole_rows = self.by_channel or self.lanewise
+        return self.words if whole_rows else math.gcd(self.group, self.words)
+
+    @property
+    def lanewise(self) -> bool:
+        """Groups are channels of a token, and blocks that lie in one group would be too short.
+
+        Then blocks are whole rows, and each of their lanes has its own scale.
+        """
+        short = self.group > 0 and math.gcd(self.group, self.words) < _MIN_BLOCK
+        return not self.identity and self.axis == "token" and short
+
+    def groups_of(self, block: Block) -> range:
+        """The groups of channels that the block lies in."""
+        last = block.channel + self.width - 1
+        return range(block.channel // self.group, last // self.group + 1)
+
+    @property
+    def group_lanes(self) -> int:
+        """`group`, rounded up to a power of two."""
+        return _next_power_of_2(self.group)
 
     @property
     def chunks(self) -> int:
@@ -114,6 +142,16 @@ class Layout:
     def groups(self) -> int:
         """Groups of channels in a token (1 if groups are tokens of a channel)."""
         return 1 if self.identity or self.by_channel else self.head_dim // self.group
+
+    @property
+    def group_columns(self) -> int:
+        """`groups`, rounded up to a power of two."""
+        return _next_power_of_2(self.groups)
+
+    @property
+    def param_rows(self) -> int:
+        """`groups`, padded to the rows of a tensor-core product."""
+        return max(MIN_LANES, _next_power_of_2(self.groups))
 
     @property
     def exact_lanes(self) -> int:
@@ -137,7 +175,7 @@ class Layout:
                 shift = plane // per_shift * per_shift * self.bits
                 position = plane * self.bits - shift
                 channel = plane * self.words + chunk * self.width
-                group = 0 if self.by_channel else channel // self.group
+                group = 0 if self.by_channel or self.lanewise else channel // self.group
                 mask = self.levels << position
                 made.append(Block(len(made), plane, chunk, channel, shift, mask, position, group))
         return tuple(made)
@@ -162,10 +200,10 @@ class Layout:
                 )
         elif self.head_dim % self.group:
             return f"group {self.group} does not divide head_dim {self.head_dim}"
-        if self.width < _MIN_BLOCK:
+        if self.words < _MIN_BLOCK:
             return (
-                f"{self} at head_dim {self.head_dim} splits its {self.words} words a token into "
-                f"runs of {self.width}; at least {_MIN_BLOCK} are needed"
+                f"{self} at head_dim {self.head_dim} has {self.words} words a token; the kernels "
+                f"need {_MIN_BLOCK}"
             )
         return None
 

@@ -91,10 +91,12 @@ def test_aten_where_no_compiler_is(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "op", "reason"),
     [
-        ({"groups": 32}, "attention", "32 query rows share a KV head; the kernels take 16"),
+        ({"groups": 129}, "attention", "129 query rows share a KV head; the kernels take 128"),
         ({"new_tokens": 17}, "append",
          "17 new tokens are a prefill; the kernel appends 16 at most"),
         ({"plans": (KEYS, KEYS)}, "attention", f"values {KEYS} have groups along tokens"),
+        ({"dim": 96, "plans": (VALUES, VALUES)}, "attention",
+         f"the groups of keys {VALUES} are too short at head_dim 96"),
         ({"dim": 512}, "attention", "keys: head_dim 512 is more than 256"),
     ],
 )  # fmt: skip

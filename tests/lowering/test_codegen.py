@@ -71,11 +71,23 @@ def test_import_errors_name_the_file():
 
 @pytest.mark.parametrize("template", template_names())
 def test_generated_files_pass_the_linter(template, tmp_path):
-    layouts = (Layout(128), LAYOUT, Layout(64, 2, "token", 32, 144), Layout(96, 8, "token", 24, 20))
+    layouts = (
+        Layout(128),
+        LAYOUT,
+        Layout(64, 2, "token", 32, 144),
+        Layout(96, 8, "token", 24, 20),
+        Layout(96, 2, "token", 32, 40),
+    )
     for layout in layouts:
         parameters = {"layout": layout}
         if template == "attention":
-            parameters = {"k": layout, "v": layouts[2], "tile": 32, "edge_tile": 32}
+            parameters = {
+                "k": layout,
+                "v": layouts[-1] if layout.by_channel else layouts[2],
+                "tile": 32,
+                "part": 16,
+                "edge_tile": 32,
+            }
         codegen.write_source(template, render(template, **parameters))
     command = (sys.executable, "-m", "ruff", "check", "--isolated", str(tmp_path))
     done = subprocess.run(command, capture_output=True, text=True)

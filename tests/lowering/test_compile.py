@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kvpass._torch import FakeTensorMode
 from kvpass.errors import KernelError
-from kvpass.ops.pack import pack_fake
-from lowering import append, attention, inspection, pack
-from lowering.launch import Launch, record_launches
+from lowering import inspection
+from lowering.launch import Launch
+from lowering.layer import layer_launches
 
 PRESETS = {
     "fp": ("fp", "fp"),
     "kivi-2bit": ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
     "kivi-4bit": ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
 }
-# Each head dimension and each generation once: 2-bit attention takes Triton 15 s to compile.
+# Each head dimension and each generation once.
 TARGETS = [(64, 80), (128, 90)]
 # The most that a thread can have.
 MOST_REGISTERS = 255
@@ -24,15 +23,8 @@ MOST_REGISTERS = 255
 
 def launches(plans: tuple[str, str], head_dim: int) -> list[Launch]:
     """What one layer launches in a prompt and in a decode step."""
-    with FakeTensorMode(), record_launches() as recorded:
-        x = torch.empty(1, 8, 4096, head_dim, dtype=torch.float16, device="cuda")
-        keys, values = (pack_fake(x, plan) for plan in plans)
-        new, q = x.new_empty(1, 8, 1, head_dim), x.new_empty(1, 32, 1, head_dim)
-        for state, plan in zip((keys, values), plans, strict=True):
-            pack.pack(x, plan)
-            append.append(state, new, plan)
-        attention.attention(q, keys, values, None, 0.1, *plans)
-    return recorded
+    with FakeTensorMode():
+        return layer_launches(*plans, key_dim=head_dim, value_dim=head_dim, heads_per_group=4)
 
 
 @pytest.mark.parametrize(("head_dim", "capability"), TARGETS)
@@ -50,7 +42,6 @@ def test_preset_compiles_without_spills(preset, head_dim, capability, capsys):
         assert report.registers <= MOST_REGISTERS
     split = next(r for r in reports if r.name == "attention_split")
     assert split.tensor_core_instructions > 0
-    # Codes become numbers by masking, not by conversion.
     assert split.instructions["I2F"] == 0
 
 

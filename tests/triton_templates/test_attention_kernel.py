@@ -33,9 +33,13 @@ def kivi(bits: int) -> tuple[str, str]:
 
 
 def states(plans, tokens, *, dim=64, heads=1, batch=1, dtype=torch.float16, steps=()):
-    """Poisoned keys and values after a prompt of ``tokens`` and ``steps`` of new tokens."""
+    """Poisoned keys and values after a prompt of ``tokens`` and ``steps`` of new tokens.
+
+    ``dim``: channels of keys and values, or of each.
+    """
     made = []
-    for seed, plan in enumerate(plans):
+    dims = dim if isinstance(dim, tuple) else (dim, dim)
+    for seed, (plan, dim) in enumerate(zip(plans, dims, strict=True)):
         state = torch.ops.kvpass.pack(keys_like(batch, heads, tokens, dim, dtype, seed), plan)
         for i, n in enumerate(steps):
             new = keys_like(batch, heads, n, dim, dtype, 10 + 2 * i + seed)
@@ -107,24 +111,43 @@ def test_pairs_of_formats(plans):
     check(plans, *states(plans, 333, steps=(1, 5)), query(1, 4, 1, 64))
 
 
-@pytest.mark.parametrize(("dim", "plans"), [
-    (96, ("int4.channel32/window=0,flush=32", "int4.token32/window=16,flush=1")),
-    (80, ("int2.token80/window=0,flush=1", "int8.token40/window=16,flush=1")),
-])  # fmt: skip
-def test_head_dims_that_need_padding(dim, plans):
-    check(plans, *states(plans, 200, dim=dim), query(1, 2, 1, dim))
+# Codecs of keys and of values, their head dimensions, and query heads on the one KV head.
+FORMATS = [
+    ("int2.channel64", "int8.token64", 64, 64, 8),
+    ("int8.token64", "int2.token64", 64, 64, 1),
+    ("int2.token64", "int4.token32", 64, 64, 32),
+    ("int4.channel32", "int2.token16", 80, 80, 4),
+    ("int8.channel64", "int4.token16", 80, 80, 1),
+    ("int2.channel32", "int2.token32", 96, 96, 2),
+    ("int2.channel128", "int4.token16", 112, 112, 4),
+    ("int8.channel32", "int8.token112", 112, 112, 3),
+    ("int4.channel128", "fp", 128, 128, 5),
+    ("fp", "int2.token128", 128, 128, 4),
+    ("int4.token128", "int4.token64", 128, 128, 16),
+    ("int2.channel32", "int2.token32", 192, 192, 2),
+    ("int4.channel64", "int8.token32", 192, 128, 1),
+    ("int2.channel128", "int4.token256", 256, 256, 4),
+    ("int8.token32", "int2.token32", 256, 256, 2),
+    ("int4.channel32", "int4.token32", 128, 64, 4),
+    ("fp", "int8.token128", 64, 256, 1),
+]
 
 
-def test_values_narrower_than_keys():
-    plans = kivi(4)
-    keys, _ = states(plans, 200, dim=128)
-    _, values = states(plans, 200, dim=64)
-    check(plans, keys, values, query(1, 4, 1, 128))
+@pytest.mark.parametrize("case", FORMATS, ids=lambda case: "-".join(map(str, case)))
+def test_formats_and_head_dims(case):
+    k, v, key_dim, value_dim, heads = case
+    plans = [p if p == "fp" else f"{p}/window=16,flush=128" for p in (k, v)]
+    keys, values = states(plans, 300, dim=(key_dim, value_dim))
+    g = torch.Generator().manual_seed(heads)
+    mask = torch.rand(1, heads, 1, 300, generator=g) > 0.3
+    check(plans, keys, values, query(1, heads, 1, key_dim), mask)
 
 
-@pytest.mark.parametrize(("heads", "n"), [(1, 1), (8, 1), (3, 3), (12, 1), (4, 4), (16, 1)])
+@pytest.mark.parametrize(
+    ("heads", "n"), [(1, 1), (8, 1), (3, 3), (12, 1), (4, 4), (16, 1), (17, 1), (4, 10)]
+)
 def test_query_rows(heads, n):
-    """From one query head on a KV head to 16 rows, with unused columns in between."""
+    """From one query head on a KV head to several blocks of 16 rows, with unused columns."""
     plans = kivi(2)
     causal = torch.ones(n, 200 + n, dtype=torch.bool).tril(200)[None, None]
     keys, values = states(plans, 200, steps=(n,))

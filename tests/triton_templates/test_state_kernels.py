@@ -47,6 +47,22 @@ def test_pack(plan, tokens):
     assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
 
 
+@pytest.mark.parametrize(("dim", "codec"), [
+    (80, "int2.token16"), (80, "int4.token16"), (96, "int2.token32"), (112, "int2.channel32"),
+    (112, "int8.token56"), (192, "int4.token48"), (256, "int8.token256"),
+])  # fmt: skip
+def test_head_dims(dim, codec):
+    """Among them groups of channels that divide no run of words."""
+    plan = f"{codec}/window=9,flush=32"
+    x = special(keys_like(1, 2, 100, dim, torch.float16))
+    got, expected = pack.pack(x, plan), torch.ops.kvpass.pack(x, plan)
+    assert_same(got, expected, plan)
+    new = special(keys_like(1, 2, 14, dim, torch.float16, 1))
+    append.append(got, new, plan)
+    torch.ops.kvpass.append(expected, new, plan)
+    assert_same(got, expected, plan)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "plan", ["int4.channel32/window=0,flush=128", "int2.token24/window=9,flush=2"]

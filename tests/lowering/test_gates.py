@@ -1,0 +1,106 @@
+"""Static gates of decode attention: what its machine code must look like, for two GPU generations.
+
+Instructions per element: all instructions between the main loop's label and its last branch back,
+times the threads of a program, over the elements of keys *and* values of a tile; branches count
+with both sides.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpass._torch import FakeTensorMode
+from kvpass.recipes import RECIPES, recipe
+from lowering.inspection import (
+    CAPABILITIES,
+    inspect_launch,
+    instruction_budget,
+    loops,
+    matrix_products,
+)
+from lowering.layer import layer_launches
+from lowering.layouts import layout_of
+
+HEAD_DIM = 128
+HEADS_PER_GROUP = 4
+# Bounds on instructions per element, a few percent above the higher of both generations, so that
+# another patch release of Triton passes and another kernel does not.
+BOUNDS = {
+    ("fp", "fp"): 1.05,
+    ("int8.channel128/window=0,flush=128", "int8.token128/window=128,flush=1"): 2.05,
+    ("int4.channel128/window=0,flush=128", "int4.token128/window=128,flush=1"): 1.77,
+    ("int4.channel32/window=0,flush=128", "int4.token128/window=128,flush=1"): 2.08,
+    ("int4.channel128/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.74,
+    ("int2.channel128/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.42,
+    ("int2.channel64/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.56,
+    ("int2.channel32/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.83,
+    # kivi-2bit and kivi-4bit
+    ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.06,
+    ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.30,
+}
+
+
+def budget(plans: tuple[str, str], capability: int) -> float:
+    k, v = (layout_of(plan, HEAD_DIM) for plan in plans)
+    return instruction_budget(k, v, capability)
+
+
+def test_the_formats_of_every_recipe_have_a_bound():
+    for name in RECIPES:
+        plan = recipe(name).layer_plan("*", HEAD_DIM, HEAD_DIM)
+        assert (str(plan.keys), str(plan.values)) in BOUNDS, name
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_no_bound_is_over_its_budget(capability):
+    over = [plans for plans, bound in BOUNDS.items() if bound > budget(plans, capability)]
+    assert over == []
+
+
+@pytest.mark.parametrize(("plans", "expected"), [
+    (("fp", "fp"), 15.58),
+    (("int4.channel32/window=0,flush=128", "int4.token128/window=128,flush=1"), 4.50),
+    (("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"), 2.92),
+])  # fmt: skip
+def test_budget(plans, expected):
+    """Bytes of an element times 33.5 / 4.3, e.g. 512 B / 256 * 7.79 for fp."""
+    assert budget(plans, 90) == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("plans", BOUNDS, ids="-".join)
+def test_main_loop(plans, capability):
+    with FakeTensorMode():
+        launches = layer_launches(
+            *plans, key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS_PER_GROUP
+        )  # fmt: skip
+    (launch,) = (x for x in launches if x.step_elements)
+    report = inspect_launch(launch, capability)
+    assert not report.spills
+    assert report.per_element is not None, "no main loop was found"
+    assert matrix_products(report.main_loop) > 0
+    # Codes become numbers by masking; what is read was copied to shared memory ahead of its use.
+    assert report.main_loop["I2F"] == report.main_loop["I2FP"] == 0
+    assert report.main_loop["LDG"] == 0
+    assert report.per_element <= BOUNDS[plans]
+
+
+SASS = """
+        /*0000*/                   LDG.E R2, [R2.64] ;
+.L_x_1:
+        /*0010*/              @!P0 LDGSTS.E.128 [R3], [R4.64] ;
+        /*0020*/               @P1 BRA `(.L_x_2) ;
+        /*0030*/                   HMMA.16816.F32 R8, R4, R2, R8 ;
+.L_x_2:
+        /*0040*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+.L_x_3:
+        /*0070*/                   BRA `(.L_x_3);
+"""
+
+
+def test_loops_are_backward_branches():
+    first, trap = loops(SASS)
+    assert first == {"LDGSTS": 1, "BRA": 2, "HMMA": 1, "IADD3": 1}
+    assert trap == {"BRA": 1}

@@ -1,0 +1,96 @@
+"""The command line: its table, and one sentence for every error of the user."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpass.cli import main
+from lowering import inspection
+
+K, V = "int8.channel32/window=0,flush=32", "int8.token64/window=16,flush=1"
+
+
+def failure(capsys, *arguments: str) -> str:
+    """What ``kvpass`` says on stderr before it exits with 2."""
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    told = capsys.readouterr()
+    assert code == 2
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    return told.err.strip()
+
+
+def test_kernels(capsys):
+    assert main(["kernels", "--k", K, "--v", V, "--head-dim", "64", "--target", "sm_80"]) == 0
+    title, header, *rows = capsys.readouterr().out.splitlines()
+    assert title == f"keys {K}, values {V}, head_dim 64/64, 4 query heads per KV head, sm_80"
+    columns = ["kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file"]
+    assert header.split() == columns
+    table = [dict(zip(columns, row.split(), strict=True)) for row in rows]
+    state = ["pack_prompt", "append_step", "advance_ends"]
+    assert [r["kernel"] for r in table] == [*state, *state, "attention_split", "attention_merge"]
+    assert all(Path(r["file"]).exists() and r["spills"] == "none" for r in table)
+    split = table[-2]
+    assert int(split["registers"]) > 0
+    assert int(split["mma"]) > 0
+    assert 1 < float(split["inst/el"]) < float(split["budget"])
+    assert table[-1]["inst/el"] == table[-1]["budget"] == "-"
+
+
+def test_keys_and_values_of_one_plan_are_listed_once(capsys):
+    assert main(["kernels", "--recipe", "fp", "--head-dim", "64"]) == 0
+    names = [row.split()[0] for row in capsys.readouterr().out.splitlines()[2:]]
+    assert len(names) == len(set(names)) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--recipe kivi-3bit", "Unknown recipe 'kivi-3bit'. Did you mean 'kivi-4bit' or"),
+        ("--target sm_89", "Unknown target 'sm_89'. Did you mean 'sm_90' or 'sm_80'?"),
+        ("--k int2.channel32", "Give either --recipe, or both --k and --v."),
+        (f"--recipe fp --k {K} --v {V}", "Give either --recipe, or both --k and --v."),
+        (f"--k int2.channel32 --v {V}", "Tensor plan 'int2.channel32' cannot be read;"),
+        (f"--k {K} --v {V} --head-dim 96", "The values of layer '*' cannot be stored as int8.to"),
+        ("--head-dim 512", "The kernel of kvpass::pack cannot be used: head_dim 512 is more than"),
+        ("--head-dim 0", "--head-dim 0 is not supported; allowed: a positive number."),
+        ("--value-dim 0", "--value-dim 0 is not supported; allowed: a positive number."),
+        ("--heads-per-group 200", "The kernel of kvpass::attention cannot be used: 200 query"),
+    ],
+)
+def test_errors_are_one_sentence(arguments, sentence, capsys):
+    assert failure(capsys, "kernels", *arguments.split()).startswith(f"kvpass: {sentence}")
+
+
+def test_wrong_usage(capsys):
+    told = failure(capsys, "kernels", "--head-dim", "x")
+    assert told == (
+        "kvpass kernels: argument --head-dim: invalid int value: 'x'; see kvpass kernels --help."
+    )
+    assert "required: COMMAND" in failure(capsys)
+
+
+def test_triton_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr("lowering.layouts._triton_installed", lambda: False)
+    assert "triton is not installed" in failure(capsys, "kernels")
+
+
+def test_tools_of_triton_are_missing(capsys, monkeypatch):
+    inspection.tool.cache_clear()
+    monkeypatch.setattr("triton.__file__", "/nowhere/triton/__init__.py")
+    told = failure(capsys, "kernels", "--recipe", "fp", "--head-dim", "64")
+    assert "cuobjdump is missing in this build of Triton" in told
+    inspection.tool.cache_clear()
+
+
+def test_module():
+    command = [sys.executable, "-m", "kvpass", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "kernels" in done.stdout
