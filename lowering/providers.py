@@ -22,6 +22,7 @@ from lowering import append, attention, cpp, pack
 from lowering.cpp import append as _append  # noqa: F401
 from lowering.cpp import attention as _attention  # noqa: F401
 from lowering.cpp import pack as _pack  # noqa: F401
+from lowering.cpp import unpack as _unpack  # noqa: F401
 
 _NAMESPACE = "kvpass_triton"
 _CPP = torch.library.Library("kvpass_cpp", "DEF")
@@ -86,5 +87,5 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
         _aten("append"),
     ),
     "pack": (_cpp("pack"), _triton("pack", pack.pack, pack.supports), _aten("pack")),
-    "unpack": (_aten("unpack"),),
+    "unpack": (_cpp("unpack"), _aten("unpack")),
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.cpp import append, attention, pack
+from lowering.cpp import append, attention, pack, unpack
 
-MODULES = (append, attention, pack)
+MODULES = (append, attention, pack, unpack)
 
 
 @pytest.fixture(params=[4, 8, 16], ids=lambda n: f"{n}-lanes")

@@ -1,15 +1,17 @@
-"""Generated C++ pack and append against their references, bit for bit, with poisoned memory."""
+"""Generated C++ pack, append and unpack against their references, with poisoned memory."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import KernelError
 from kvpass.ops.append import append as reference_append
 from kvpass.ops.pack import pack as reference_pack
-from lowering.cpp import append, pack
+from kvpass.ops.unpack import unpack as reference_unpack
+from lowering.cpp import append, pack, unpack
 from tests.triton_templates.kernel_reference import keys_like, poison, written
 
 PLANS = (
@@ -66,6 +68,14 @@ def test_pack_and_append_are_exact(plan, dtype, lanes):
         append.append(got, new, plan)
         reference_append(wanted, new, plan)
         same(got, wanted, plan)
+    total = int(got[-1][0, -1])
+    assert unpack.supports(got, total, plan, dtype) is None
+    for tokens in (total, total - 3, 1):
+        tokens = max(tokens, int(got[-1][0, 0]) if plan != "fp" else 1)
+        decoded = unpack.unpack(got, tokens, plan, dtype)
+        # One rounding where the reference may round a product and a sum.
+        ulp = 2 * torch.finfo(dtype).eps
+        assert_close(decoded, reference_unpack(got, tokens, plan, dtype), rtol=ulp, atol=ulp)
 
 
 @pytest.mark.parametrize("plan", ["fp", "int4.channel32/window=0,flush=32"])
@@ -94,4 +104,7 @@ def test_what_is_declined():
         "new tokens are torch.float16, those of the cache torch.float32"
     )
     assert pack.supports(x.double(), PLANS[1]).startswith("torch.float64 is not supported")
+    assert unpack.supports(state, 40, PLANS[1], torch.float16) == (
+        "tokens are wanted as torch.float16, those of the cache are torch.float32"
+    )
     assert pack.supports(x.to("meta"), PLANS[1]) == "device meta is not a CPU"

@@ -1,0 +1,53 @@
+"""``kvpass::unpack`` in C++: a packed cache tensor as plain tokens."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lowering.cpp.attention import pointers
+from lowering.cpp.constants import DTYPES, constants_of, decline_device, decline_state, exact_tokens
+from lowering.cpp.library import decline_compiler, load_function, native_lanes
+
+_ARGUMENTS = struct.Struct("4P3qP2q")
+
+
+def supports(
+    state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
+) -> str | None:
+    """Why C++ declines these arguments of ``kvpass::unpack``, or None."""
+    exact = exact_tokens(state, plan)
+    if dtype != exact.dtype:
+        return f"tokens are wanted as {dtype}, those of the cache are {exact.dtype}"
+    return (
+        decline_device(exact)
+        or decline_state(state, plan)
+        or decline_compiler("unpack", **_parameters(plan, int(exact.shape[3]), dtype))
+    )
+
+
+def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
+    return {"lanes": native_lanes(), "dtype": DTYPES[dtype], "x": constants_of(plan, dim)}
+
+
+@cache
+def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None]:
+    return load_function("unpack", **_parameters(plan, dim, dtype))
+
+
+def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
+    """As `kvpass.ops.unpack.unpack`, for arguments that `supports` takes."""
+    exact = state[0] if len(state) == 2 else state[2]
+    batch, heads, _, dim = exact.shape
+    out = exact.new_empty((batch, heads, tokens, dim))
+    _function(plan, dim, dtype)(
+        _ARGUMENTS.pack(
+            *pointers(state), batch, heads, state[0].shape[2],
+            out.data_ptr(), tokens, torch.get_num_threads(),
+        )
+    )  # fmt: skip
+    return out
