@@ -65,8 +65,9 @@ def supports(
 
 def _rows(q: Tensor, k: Tensor) -> int:
     """Query rows of a pass: 1 and 2 if no more share a KV head, which leaves room for tokens."""
-    rows = q.shape[1] // k.shape[1] * q.shape[2]
-    return rows if rows in (1, 2) else _MOST_ROWS
+    rows: int | torch.SymInt = q.shape[1] // k.shape[1] * q.shape[2]
+    # A question to a symbol would guard the graph on its answer.
+    return rows if isinstance(rows, int) and rows in (1, 2) else _MOST_ROWS
 
 
 def _lanes(k_plan: str, v_plan: str, k_dim: int, v_dim: int) -> int:
