@@ -143,8 +143,11 @@ def load_cpp(source: str, flags: Sequence[str]) -> Any:
     return CppCodeCache.load(source, extra_flags=tuple(flags))
 
 
+CPP_PROBLEMS = ("no C++ compiler was found", "the C++ compiler refuses generated code")
+
+
 def cpp_problem(error: BaseException) -> str | None:
-    """What is wrong with the C++ compiler or the code that it was given, if that is the error.
+    """Which of `CPP_PROBLEMS` the error is, if any.
 
     Inductor of torch 2.11 writes masks of a dynamic length in C++ that does not compile.
     """
@@ -153,9 +156,9 @@ def cpp_problem(error: BaseException) -> str | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InvalidCxxCompiler):
-            return "no C++ compiler was found"
+            return CPP_PROBLEMS[0]
         if isinstance(cause, CppCompileError):
-            return "the C++ compiler refuses generated code"
+            return CPP_PROBLEMS[1]
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     return None
 

@@ -79,7 +79,7 @@ def kvpass(
         report.bound = copy_module(module)
     with report.timed("inner compile"):
         inner = compile_inner(module, list(binding.examples), mode, opts, report)
-    if problem := lowering.compiler_problem():
+    if problem := lowering.compiler_problem(report.choices):
         warn_of_compiler(problem, report)
     publish(report)
     return PackedCallable(inner, binding, report)

@@ -14,6 +14,7 @@ from lowering.launch import launch, on_nvidia
 from lowering.layouts import (
     decline_device,
     decline_dtype,
+    decline_formats,
     decline_state,
     exact_tokens,
     interpreted,
@@ -39,15 +40,13 @@ def supports(
     k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
     if symbolic(q.shape[2]):
         return "the number of new tokens is symbolic"
-    if layout_of(v_plan, int(v.shape[3])).by_channel:
-        return f"values {v_plan} have groups along tokens"
+    if reason := decline_formats(q, k, v, v_plan):
+        return reason
     if layout_of(k_plan, int(k.shape[3])).lanewise:
         return f"the groups of keys {k_plan} are too short at head_dim {k.shape[3]}"
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > MAX_ROWS:
         return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"the query is {q.dtype}, keys are {k.dtype}, values {v.dtype}"
     if mask is not None and mask.dtype != torch.bool and decline_dtype(mask, "the mask"):
         return decline_dtype(mask, "the mask")
     return (

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Graph
 from torch.fx.node import map_arg
 
+from kvpass._torch import CPP_PROBLEMS
 from kvpass.ops.library import NAMES
 from lowering.providers import PROVIDERS, Provider
 
@@ -64,3 +65,9 @@ def choose(
             return provider, tuple(declined)
         declined.append((provider.name, reason))
     raise AssertionError(f"the last provider of kvpass::{op} declined: {declined[-1][1]}")
+
+
+def compiler_problem(choices: Sequence[Choice]) -> str | None:
+    """Why a provider could not be compiled for one of these nodes, if so."""
+    reasons = (reason for choice in choices for _, reason in choice.declined)
+    return next((reason for reason in reasons if reason in CPP_PROBLEMS), None)

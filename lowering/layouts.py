@@ -64,11 +64,27 @@ def decline_dtype(x: Tensor, name: str) -> str | None:
     return None
 
 
-def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
-    """Why the kernels cannot work on this state, or None."""
+def decline_formats(q: Tensor, k: Tensor, v: Tensor, v_plan: str) -> str | None:
+    """Why no kernel attends with this query to exact tokens like ``k`` and ``v``, or None."""
+    if TensorPlan.parse(v_plan).codec.token_group > 1:
+        return f"values {v_plan} have groups along tokens"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"the query is {q.dtype}, keys are {k.dtype}, values {v.dtype}"
+    return None
+
+
+def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:
+    """Why no kernel can address this state, or None."""
     names = TensorPlan.parse(plan).state_names
     for name, tensor in zip(names, state, strict=True):
         if not tensor.is_contiguous():
             return f"{name} is not contiguous"
+    return None
+
+
+def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
+    """Why the kernels cannot work on this state, or None."""
+    if reason := decline_gaps(state, plan):
+        return reason
     exact = exact_tokens(state, plan)
     return layout_of(plan, int(exact.shape[3])).misfit() or decline_dtype(exact, "the cache")

@@ -18,11 +18,11 @@ import kvpass.ops.append
 import kvpass.ops.attention
 import kvpass.ops.pack
 import kvpass.ops.unpack
-from lowering import append, attention, cpp, pack
-from lowering.cpp import append as _append  # noqa: F401
-from lowering.cpp import attention as _attention  # noqa: F401
-from lowering.cpp import pack as _pack  # noqa: F401
-from lowering.cpp import unpack as _unpack  # noqa: F401
+import lowering.cpp.append
+import lowering.cpp.attention
+import lowering.cpp.pack
+import lowering.cpp.unpack
+from lowering import append, attention, pack
 
 _NAMESPACE = "kvpass_triton"
 _CPP = torch.library.Library("kvpass_cpp", "DEF")
@@ -67,7 +67,7 @@ def _triton(
 
 def _cpp(op: str) -> Provider:
     """Module ``op`` of `lowering.cpp`, with the schema and the fake of the op it stands for."""
-    meaning, module = getattr(kvpass.ops, op), getattr(cpp, op)
+    meaning, module = getattr(kvpass.ops, op), getattr(lowering.cpp, op)
     _CPP.define(meaning.SCHEMA)
     _CPP.impl(op, getattr(module, op), "CPU")
     torch.library.register_fake(f"kvpass_cpp::{op}", getattr(meaning, f"{op}_fake"), lib=_CPP)

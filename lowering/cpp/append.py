@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvpass.cache.residency import MAX_STEP
 from kvpass.errors import KernelError
-from lowering.cpp.attention import pointers
-from lowering.cpp.constants import DTYPES, constants_of, decline_device, decline_state, exact_tokens
-from lowering.cpp.library import decline_compiler, load_function, native_lanes
+from lowering.cpp.constants import decline_device, pointers
+from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
+from lowering.layouts import decline_gaps, exact_tokens
 
 _ARGUMENTS = struct.Struct("4P3qP5q")
 
@@ -25,18 +25,13 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
         return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
     return (
         decline_device(new)
-        or decline_state(state, plan)
+        or decline_gaps(state, plan)
         or decline_compiler("append", **_parameters(plan, int(new.shape[3]), new.dtype))
     )
 
 
 def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
-    return {
-        "lanes": native_lanes(),
-        "dtype": DTYPES[dtype],
-        "x": constants_of(plan, dim),
-        "max_step": MAX_STEP,
-    }
+    return tensor_parameters(plan, dim, dtype) | {"max_step": MAX_STEP}
 
 
 @cache

@@ -9,15 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
-from lowering.cpp.constants import (
-    DTYPES,
-    constants_of,
-    decline_device,
-    decline_state,
-    exact_tokens,
-)
+from lowering.cpp.constants import DTYPES, constants_of, decline_device, pointers
 from lowering.cpp.library import decline_compiler, load_function, native_lanes
+from lowering.layouts import decline_formats, decline_gaps, exact_tokens
 
 # Polynomial for 2 ** x on [-0.5, 0.5], highest power first: least squares of the relative error.
 _EXP2 = (0.0013266971, 0.00967546, 0.055507425, 0.24022122, 0.69314694, 1.0000001)
@@ -42,10 +36,8 @@ def supports(
 ) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention``, or None."""
     k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
-    if TensorPlan.parse(v_plan).codec.token_group > 1:
-        return f"values {v_plan} have groups along tokens"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"the query is {q.dtype}, keys are {k.dtype}, values {v.dtype}"
+    if reason := decline_formats(q, k, v, v_plan):
+        return reason
     if mask is not None and mask.dtype not in _MASKS:
         return f"the mask is {mask.dtype}"
     k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
@@ -54,8 +46,8 @@ def supports(
             return reason
     return (
         decline_device(q)
-        or decline_state(keys, k_plan)
-        or decline_state(values, v_plan)
+        or decline_gaps(keys, k_plan)
+        or decline_gaps(values, v_plan)
         or decline_compiler(
             "attention",
             **_parameters(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k)),
@@ -133,14 +125,6 @@ def attention(
         )
     )  # fmt: skip
     return out
-
-
-def pointers(state: Sequence[Tensor]) -> tuple[int, int, int, int]:
-    """Addresses of codes, params, window and ends; 0 for what an identity codec lacks."""
-    if len(state) == 2:
-        return state[0].data_ptr(), 0, 0, state[1].data_ptr()
-    codes, params, window, ends = state
-    return codes.data_ptr(), params.data_ptr(), window.data_ptr(), ends.data_ptr()
 
 
 def _mask_layout(mask: Tensor) -> tuple[int, ...]:

@@ -71,11 +71,6 @@ def constants_of(plan: str, dim: int) -> Constants:
     )  # fmt: skip
 
 
-def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
-    """The tensor of a state that holds tokens ``[B, H, ..., D]`` in the model's dtype."""
-    return state[0] if TensorPlan.parse(plan).codec.identity else state[2]
-
-
 def decline_device(x: Tensor) -> str | None:
     """Why C++ cannot work on ``x``, or None."""
     if interpreted():
@@ -87,10 +82,9 @@ def decline_device(x: Tensor) -> str | None:
     return None
 
 
-def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
-    """Why C++ cannot work on this state, or None."""
-    names = TensorPlan.parse(plan).state_names
-    for name, tensor in zip(names, state, strict=True):
-        if not tensor.is_contiguous():
-            return f"{name} is not contiguous"
-    return None
+def pointers(state: Sequence[Tensor]) -> tuple[int, int, int, int]:
+    """Addresses of codes, params, window and ends; 0 for what an identity codec lacks."""
+    if len(state) == 2:
+        return state[0].data_ptr(), 0, 0, state[1].data_ptr()
+    codes, params, window, ends = state
+    return codes.data_ptr(), params.data_ptr(), window.data_ptr(), ends.data_ptr()

@@ -17,13 +17,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvpass._torch import cpp_problem, load_cpp
 from lowering.codegen import write_source
+from lowering.cpp.constants import DTYPES, constants_of
 
 _LANES = {"AVX512": 16, "AVX2": 8}
 _PLAIN_LANES = 4
 # Results must not depend on what is infinite or unseen; products may join additions.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
-# What went wrong with the compiler in this process.
-_problems: list[str] = []
 log = logging.getLogger(__name__)
 
 
@@ -43,6 +42,11 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+
+
+def tensor_parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The variables of a template that works on one cache tensor."""
+    return {"lanes": native_lanes(), "dtype": DTYPES[dtype], "x": constants_of(plan, dim)}
 
 
 def render(template: str, **parameters: Any) -> str:
@@ -84,11 +88,5 @@ def decline_compiler(template: str, **parameters: Any) -> str | None:
         if problem is None:
             raise
         log.debug("%s cannot be compiled", template, exc_info=error)
-        _problems.append(problem)
         return problem
     return None
-
-
-def compiler_problem() -> str | None:
-    """Why some C++ could not be compiled in this process, if so."""
-    return _problems[0] if _problems else None

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops.pack import empty_state
-from lowering.cpp.attention import pointers
-from lowering.cpp.constants import DTYPES, constants_of, decline_device
-from lowering.cpp.library import decline_compiler, load_function, native_lanes
+from lowering.cpp.constants import decline_device, pointers
+from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 
 _ARGUMENTS = struct.Struct("4P3qP6q")
 
@@ -21,17 +20,13 @@ _ARGUMENTS = struct.Struct("4P3qP6q")
 def supports(new: Tensor, plan: str) -> str | None:
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
     return decline_device(new) or decline_compiler(
-        "pack", **_parameters(plan, int(new.shape[3]), new.dtype)
+        "pack", **tensor_parameters(plan, int(new.shape[3]), new.dtype)
     )
-
-
-def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
-    return {"lanes": native_lanes(), "dtype": DTYPES[dtype], "x": constants_of(plan, dim)}
 
 
 @cache
 def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None]:
-    return load_function("pack", **_parameters(plan, dim, dtype))
+    return load_function("pack", **tensor_parameters(plan, dim, dtype))
 
 
 def pack(new: Tensor, plan: str) -> list[Tensor]:

@@ -9,9 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowering.cpp.attention import pointers
-from lowering.cpp.constants import DTYPES, constants_of, decline_device, decline_state, exact_tokens
-from lowering.cpp.library import decline_compiler, load_function, native_lanes
+from lowering.cpp.constants import decline_device, pointers
+from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
+from lowering.layouts import decline_gaps, exact_tokens
 
 _ARGUMENTS = struct.Struct("4P3qP2q")
 
@@ -25,18 +25,14 @@ def supports(
         return f"tokens are wanted as {dtype}, those of the cache are {exact.dtype}"
     return (
         decline_device(exact)
-        or decline_state(state, plan)
-        or decline_compiler("unpack", **_parameters(plan, int(exact.shape[3]), dtype))
+        or decline_gaps(state, plan)
+        or decline_compiler("unpack", **tensor_parameters(plan, int(exact.shape[3]), dtype))
     )
-
-
-def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
-    return {"lanes": native_lanes(), "dtype": DTYPES[dtype], "x": constants_of(plan, dim)}
 
 
 @cache
 def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None]:
-    return load_function("unpack", **_parameters(plan, dim, dtype))
+    return load_function("unpack", **tensor_parameters(plan, dim, dtype))
 
 
 def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:

@@ -48,6 +48,30 @@ def poison(state: list[Tensor], plan: str) -> list[Tensor]:
     return state
 
 
+def kivi(bits: int, group: int = 32) -> tuple[str, str]:
+    """Printed plans of keys and values; ``group`` tokens or channels share a scale."""
+    return (
+        f"int{bits}.channel{group}/window=0,flush=128",
+        f"int{bits}.token{group}/window=128,flush=1",
+    )
+
+
+def states(plans, tokens, *, dim=64, heads=1, batch=1, dtype=torch.float16, steps=()):
+    """Poisoned keys and values after a prompt of ``tokens`` and ``steps`` of new tokens.
+
+    ``dim``: channels of keys and values, or of each.
+    """
+    made = []
+    dims = dim if isinstance(dim, tuple) else (dim, dim)
+    for seed, (plan, dim) in enumerate(zip(plans, dims, strict=True)):
+        state = torch.ops.kvpass.pack(keys_like(batch, heads, tokens, dim, dtype, seed), plan)
+        for i, n in enumerate(steps):
+            new = keys_like(batch, heads, n, dim, dtype, 10 + 2 * i + seed)
+            torch.ops.kvpass.append(state, new, plan)
+        made.append(poison(state, plan))
+    return made
+
+
 def written(state: list[Tensor], plan: str) -> list[Tensor]:
     """The parts of a state that tokens live in, to be compared bit for bit."""
     p = TensorPlan.parse(plan)

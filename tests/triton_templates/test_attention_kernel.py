@@ -9,8 +9,10 @@ from lowering.attention import attention, supports
 from tests.triton_templates.kernel_reference import (
     dense_attention,
     keys_like,
+    kivi,
     poison,
     relative_error,
+    states,
 )
 
 pytestmark = pytest.mark.interpreter
@@ -26,26 +28,6 @@ TOLERANCE = {
 }
 # Exact tokens of an fp32 model are multiplied in fp32.
 EXACT_FP32_TOLERANCE = 2e-6
-
-
-def kivi(bits: int) -> tuple[str, str]:
-    return f"int{bits}.channel32/window=0,flush=128", f"int{bits}.token32/window=128,flush=1"
-
-
-def states(plans, tokens, *, dim=64, heads=1, batch=1, dtype=torch.float16, steps=()):
-    """Poisoned keys and values after a prompt of ``tokens`` and ``steps`` of new tokens.
-
-    ``dim``: channels of keys and values, or of each.
-    """
-    made = []
-    dims = dim if isinstance(dim, tuple) else (dim, dim)
-    for seed, (plan, dim) in enumerate(zip(plans, dims, strict=True)):
-        state = torch.ops.kvpass.pack(keys_like(batch, heads, tokens, dim, dtype, seed), plan)
-        for i, n in enumerate(steps):
-            new = keys_like(batch, heads, n, dim, dtype, 10 + 2 * i + seed)
-            torch.ops.kvpass.append(state, new, plan)
-        made.append(poison(state, plan))
-    return made
 
 
 def check(plans, keys, values, q, mask=None, tolerance=None):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.cpp import append, attention, pack, unpack
+from lowering.cpp import append, attention, library, pack, unpack
 
 MODULES = (append, attention, pack, unpack)
 
 
 @pytest.fixture(params=[4, 8, 16], ids=lambda n: f"{n}-lanes")
 def lanes(request, monkeypatch):
+    for module in (attention, library):
+        monkeypatch.setattr(module, "native_lanes", lambda: request.param)
     for module in MODULES:
         module._function.cache_clear()
-        monkeypatch.setattr(module, "native_lanes", lambda: request.param)
     yield request.param
     for module in MODULES:
         module._function.cache_clear()

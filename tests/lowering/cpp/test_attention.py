@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from lowering.cpp.attention import attention, supports
 from tests.tolerances import CPP_ATTENTION
+from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
     dense_attention,
-    keys_like,
-    poison,
+    kivi,
     relative_error,
 )
 
-
-def kivi(bits: int, group: int = 32) -> tuple[str, str]:
-    return (
-        f"int{bits}.channel{group}/window=0,flush=128",
-        f"int{bits}.token{group}/window=128,flush=1",
-    )
-
-
-def states(plans, tokens, *, dims=(64, 64), heads=2, batch=2, dtype=torch.float32, steps=()):
-    """Poisoned keys and values after a prompt of ``tokens`` and ``steps`` of new tokens."""
-    made = []
-    for seed, (plan, dim) in enumerate(zip(plans, dims, strict=True)):
-        state = torch.ops.kvpass.pack(keys_like(batch, heads, tokens, dim, dtype, seed), plan)
-        for i, n in enumerate(steps):
-            new = keys_like(batch, heads, n, dim, dtype, 10 + 2 * i + seed)
-            torch.ops.kvpass.append(state, new, plan)
-        made.append(poison(state, plan))
-    return made
+states = partial(kernel_reference.states, heads=2, batch=2, dtype=torch.float32)
 
 
 def check(plans, keys, values, q, mask=None):
@@ -89,13 +74,13 @@ def test_codecs(plans, lanes):
 @pytest.mark.parametrize("bits", [2, 4])
 def test_head_dims(dims, group, bits):
     plans = kivi(bits)[0], kivi(bits, group)[1]
-    check(plans, *states(plans, 300, dims=dims), query(8, 1, dims[0]))
+    check(plans, *states(plans, 300, dim=dims), query(8, 1, dims[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("plans", [kivi(4), ("fp", "fp")], ids=str)
 def test_dtypes(plans, dtype, lanes):
-    check(plans, *states(plans, 300, dims=(80, 80) if plans[0] == "fp" else (64, 64), dtype=dtype),
+    check(plans, *states(plans, 300, dim=(80, 80) if plans[0] == "fp" else (64, 64), dtype=dtype),
           query(8, 1, 80 if plans[0] == "fp" else 64, dtype))  # fmt: skip
 
 
