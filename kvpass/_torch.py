@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 from torch._dynamo.source import AttrSource
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._sympy.functions import Max as Max
+from torch.utils._sympy.functions import Min as Min
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -44,6 +48,11 @@ def make_wrapper(
 def is_traced(tensor: Tensor) -> bool:
     """True for the stand-ins that compilers trace with, which hold no data."""
     return isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def assert_soon(condition: Tensor) -> None:
+    """Raises if ``condition`` is False; on a GPU later, without waiting for it."""
+    torch._assert_async(condition)
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
@@ -101,6 +110,64 @@ def symbol_node(graph: fx.Graph, value: int | torch.SymInt) -> int | fx.Node:
     return node
 
 
+def constant(value: int | torch.SymInt) -> int | None:
+    """``value`` if it is the same in every call, else None. Leaves no guard behind."""
+    if isinstance(value, int):
+        return value
+    return int(value.node.expr) if value.node.expr.is_number else None
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are the same in every call, by their symbols. Leaves no guard behind."""
+    left, right = (x if isinstance(x, int) else x.node.expr for x in (a, b))
+    return bool(left == right)
+
+
+def size_expr(value: int | torch.SymInt) -> sympy.Expr:
+    """``value`` over the symbols of Dynamo's graph."""
+    return sympy.Integer(value) if isinstance(value, int) else value.node.expr
+
+
+def symbol_bounds(value: torch.SymInt) -> dict[sympy.Symbol, tuple[int | None, int | None]]:
+    """Smallest and largest value of each symbol in ``value`` that the graph's guards let through;
+    None: unbounded."""
+    found: dict[sympy.Symbol, tuple[int | None, int | None]] = {}
+    for symbol in value.node.expr.free_symbols:
+        known = value.node.shape_env.var_to_range.get(symbol)
+        ends = (None, None) if known is None else (known.lower, known.upper)
+        low, high = (int(end) if isinstance(end, sympy.Integer) else None for end in ends)
+        found[symbol] = (low, high)
+    return found
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for tensors that share memory, in a compiler's stand-ins too."""
+    return cast(int, tensor.untyped_storage()._cdata)
+
+
+def written_arguments(target: Any) -> set[int | str] | None:
+    """Positions and names of the arguments that an operator of ``torch.ops`` writes to; None if
+    ``target`` is no such operator."""
+    if isinstance(target, OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    elif isinstance(target, OpOverload):
+        overloads = [target]
+    else:
+        return None
+    return {
+        key
+        for overload in overloads
+        for position, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for key in (position, argument.name)
+    }
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether ``target`` calls functions of the graph: nothing says what it writes to."""
+    return isinstance(target, HigherOrderOperator)
+
+
 class Size:
     """A tensor's size as a function of the arguments that a compiled graph is called with."""
 
@@ -121,14 +188,24 @@ class Size:
 
 
 def compile_inductor(
-    module: fx.GraphModule, examples: list[Any], mode: str | None
+    module: fx.GraphModule, examples: list[Any], mode: str | None, tag: str
 ) -> Callable[..., Any]:
-    """Inductor's callable for ``module``."""
+    """Inductor's callable for ``module``.
+
+    Args:
+        module: with ops that tracing replaces by their kernels.
+        examples: its arguments.
+        mode: of Inductor.
+        tag: stands for what those kernels are; Inductor's caches know a graph by its ops only.
+    """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
+    from torch.compiler import config
 
     patches = list_mode_options(mode) if mode else None
-    return cast(Callable[..., Any], compile_fx(module, examples, config_patches=patches))
+    tag = f"{config.cache_key_tag}{tag}"
+    with config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        return cast(Callable[..., Any], compile_fx(module, examples, config_patches=patches))
 
 
 def load_cpp(source: str, flags: Sequence[str]) -> Any:
@@ -176,3 +253,10 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     torch._logging._internal.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+def graph_counts() -> tuple[int, int]:
+    """Graphs that Dynamo has compiled in this process, and graph breaks."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())

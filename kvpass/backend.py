@@ -132,7 +132,7 @@ def unpack_unmatched(context: Context, events: Sequence[Event]) -> list[str]:
 
 def tell(report: GraphReport, opts: Options) -> None:
     """Warns of what was refused, or raises if the user asked for that."""
-    refused = [e for e in report.events if not e.fired]
+    refused = [e for e in report.events if not e.fired and e.required]
     if opts.strict and (refused or not report.events):
         reason = f"{refused[0].rule}: {refused[0].detail}" if refused else "it updates no KV cache"
         raise UnmatchedGraphError(
@@ -167,7 +167,7 @@ def compile_inner(
     if opts.inner == "eager":
         return module
     try:
-        return compile_inductor(module, examples, mode)
+        return compile_inductor(module, examples, mode, lowering.cache_tag())
     except Exception as error:
         problem = cpp_problem(error)
         if problem is None:
@@ -199,6 +199,11 @@ def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:
     """
     chosen, declined = lowering.choose(op, args, {})
     return chosen.target, lowering.Choice(op, op, chosen.name, declined)
+
+
+def tunings() -> list[lowering.Tuned]:
+    """The launches whose sizes this process chose by measurement, and what it chose."""
+    return lowering.tunings()
 
 
 register_backend_once(kvpass)

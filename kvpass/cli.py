@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvpass.bench.command import add_bench
+from kvpass.zoo.command import add_zoo
 
 if TYPE_CHECKING:
     from kvpass.plan import LayerPlan
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_bench(commands)
     add_kernels(commands)
+    add_zoo(commands)
     options = parser.parse_args(arguments)
 
     # Here, since importing this file must not import torch.

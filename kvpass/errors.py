@@ -35,6 +35,14 @@ class StaleHandleError(KvpassError):
     """A cache tensor is used after a later step has overwritten its storage."""
 
 
+class CacheFullError(KvpassError):
+    """A static cache has no room for the tokens of a step."""
+
+
+class CacheStateError(KvpassError):
+    """A cache was changed by other means than its own methods."""
+
+
 class KernelError(KvpassError):
     """A generated kernel cannot be rendered, compiled or launched."""
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpass.cache.residency import MAX_STEP, TensorPlan
 from kvpass.plan import LayerPlan, Plan
@@ -68,6 +68,42 @@ class OracleLayer(DynamicLayer):
         self.packed = {"keys": 0, "values": 0}
 
 
+class OracleSlidingLayer(OracleLayer):
+    """The same for a layer with a sliding window: it keeps all tokens, and shows the last ones."""
+
+    is_sliding = True
+
+    def __init__(self, plan: LayerPlan, sliding_window: int) -> None:
+        keep = sliding_window - 1
+        super().__init__(LayerPlan(plan.keys.sliding(keep), plan.values.sliding(keep)))
+        self.sliding_window = sliding_window
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `OracleLayer.update`."""
+        shown = self.sliding_window - 1 + key_states.shape[2]
+        keys, values = super().update(key_states, value_states)
+        return keys[:, :, -shown:], values[:, :, -shown:]
+
+    def get_seq_length(self) -> int:
+        """Tokens seen; none is ever dropped."""
+        return int(DynamicLayer.get_seq_length(self))
+
+    def activate_past_recording(self) -> None:
+        """Nothing is ever dropped."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what attention reads in a step of so many tokens."""
+        past = self.get_seq_length()
+        shown = min(past, self.sliding_window - 1)
+        return shown + query_length, past - shown
+
+    def get_max_length(self) -> int:
+        """As transformers' layer."""
+        return self.sliding_window
+
+
 def oracle_cache(plan: Plan, config: Any) -> DynamicCache:
     """A cache for eager generation whose answers a compiled model must reproduce.
 
@@ -77,11 +113,29 @@ def oracle_cache(plan: Plan, config: Any) -> DynamicCache:
 
     Returns:
         To be passed as ``past_key_values`` to the uncompiled model. Layers that kvpass does not
-        pack (sliding windows, recurrent ones) are left as they are.
+        pack (recurrent ones) are left as they are.
     """
     cache = cast(DynamicCache, DynamicCache(config=config))
-    cache.layers = [
-        OracleLayer(plan.layer_at(i)) if type(layer) is DynamicLayer else layer
-        for i, layer in enumerate(cache.layers)
-    ]
+    cache.layers = [_oracle_layer(plan.layer_at(i), x) for i, x in enumerate(cache.layers)]
     return cache
+
+
+def _oracle_layer(plan: LayerPlan, layer: Any) -> Any:
+    if type(layer) is DynamicLayer:
+        return OracleLayer(plan)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return OracleSlidingLayer(plan, layer.sliding_window)
+    update = getattr(type(layer), "update", None)
+    if update is DynamicLayer.update:
+        return _extended(layer, OracleLayer(plan))
+    if update is DynamicSlidingWindowLayer.update:
+        return _extended(layer, OracleSlidingLayer(plan, layer.sliding_window))
+    return layer
+
+
+def _extended(layer: Any, oracle: OracleLayer) -> Any:
+    """A layer that keeps more than keys and values (recurrent states, say), which it rounds."""
+    kind, own = type(oracle), type(layer)
+    layer.__class__ = type(f"{kind.__name__}Of{own.__name__}", (kind, own), {})
+    layer.plan, layer.packed = oracle.plan, oracle.packed
+    return layer

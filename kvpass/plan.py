@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kvpass.cache.codec import Codec
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import PlanError
 
@@ -34,6 +36,32 @@ class LayerPlan:
                 raise PlanError(
                     f"The {kind} of layer '{layer}' cannot be stored as {plan.codec}: {problem}."
                 )
+
+    def unknown(self, layer: str, dim: int) -> TensorPlan:
+        """How a cache tensor of ``dim`` channels is stored that no known attention reads as keys or
+        as values, such as the latents of multi-head latent attention.
+
+        Per token, as the values are, which is sound whatever the tensor means: keys per channel
+        rely on the outlier channels of keys. With at least 4 bits, since it may serve as keys, and
+        keys per token keep their accuracy with 4 bits but not with 2 (KIVI, table 2). Groups are
+        the largest part of the values' that divides ``dim``.
+
+        Raises:
+            PlanError: if ``dim`` channels cannot be stored so.
+        """
+        codec = self.values.codec
+        if codec.identity:
+            return PLAIN
+        group = math.gcd(codec.group if codec.axis == "token" else 32, dim)
+        if group < 2:
+            raise PlanError(f"The cache of layer '{layer}' has {dim} channels: no group fits.")
+        bits = max(codec.bits, 4)
+        plan = TensorPlan(Codec(bits, "token", group), self.values.residency)
+        if problem := plan.codec.misfit(dim):
+            raise PlanError(
+                f"The cache of layer '{layer}' cannot be stored as {plan.codec}: {problem}."
+            )
+        return plan
 
 
 @dataclass(frozen=True)
@@ -68,6 +96,10 @@ class Plan:
         plan = self.layer(path)
         plan.check(path, key_dim, value_dim)
         return plan
+
+    def unknown_plan(self, path: str, dim: int) -> TensorPlan:
+        """See `LayerPlan.unknown`."""
+        return self.layer(path).unknown(path, dim)
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file whose JSON header holds the plan."""

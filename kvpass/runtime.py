@@ -7,12 +7,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kvpass._torch import assert_soon
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import MAX_STEP
-from kvpass.graph.bind import Binding, ExtendedOutput, FreshOutput, PlainOutput
+from kvpass.errors import CacheStateError
+from kvpass.graph.bind import Binding, ExtendedOutput, FreshOutput, PlainOutput, StaticStep
 from kvpass.inspect.report import GraphReport
+
+# What is added to hidden scores is below.
+_HIDDEN = -1e4
 
 
 class PackedCallable:
@@ -22,6 +28,8 @@ class PackedCallable:
     def __init__(self, inner: Callable[..., Any], binding: Binding, report: GraphReport) -> None:
         self._inner = inner
         self._packed = frozenset(binding.packed)
+        self._statics = binding.statics
+        self._masks = set(binding.masks)
         self._outputs = binding.outputs
         self._extended = [o for o in binding.outputs if isinstance(o, ExtendedOutput)]
         self._report = report
@@ -30,23 +38,56 @@ class PackedCallable:
         """Dynamo calls this with the arguments of its own graph."""
         for position in self._packed:
             args[position].check()
-        steps = [(args[o.argument], o.new(args)) for o in self._extended]
-        for handle, new in steps:
-            handle.reserve(new)
+        steps = [(args[o.argument], o.new(args), o.tokens(args)) for o in self._extended]
+        for handle, new, after in steps:
+            handle.reserve(new, after)
+        steps += self._static_steps(args)
         flat: list[Any] = []
         for position, arg in enumerate(args):
             if position in self._packed:
                 flat.extend(arg.state)
             else:
                 flat.append(arg)
-        before = [_save(handle, new) for handle, new in steps]
+        before = [_save(handle, new) for handle, new, _ in steps]
         try:
             results = self._inner(*flat)
         except BaseException:
-            for (handle, _), saved in zip(steps, before, strict=True):
+            for (handle, *_), saved in zip(steps, before, strict=True):
                 _restore(handle, saved)
+            for static in self._statics:
+                if static.counter is not None:
+                    args[static.counter].fill_(_written(static, args))
             raise
+        for static in self._statics:
+            if static.argument is not None:
+                args[static.argument].written += static.new(args)
         return self._wrap(args, results)
+
+    def _static_steps(self, args: Sequence[Any]) -> list[tuple[PackedKV, int, int]]:
+        """The static caches that a step extends in place, new tokens, and lengths after it.
+
+        Raises:
+            CacheStateError: if the model's cache counts other tokens than those that are stored.
+        """
+        counted = [(s.counter, _written(s, args)) for s in self._statics if s.counter is not None]
+        counters, written = [args[c] for c, _ in counted], [stored for _, stored in counted]
+        if counters and counters[0].device.type == "cpu":
+            for counter, stored in zip(counters, written, strict=True):
+                if int(counter) != stored:
+                    raise CacheStateError(
+                        f"The static cache counts {int(counter)} tokens where {stored} are stored. "
+                        "Use a new cache, or its reset(); its counters cannot be set."
+                    )
+        elif counters:
+            # Without waiting for the device.
+            expected = torch.tensor(written, device=counters[0].device)
+            assert_soon(torch.stack(counters).eq(expected).all())
+        for static in self._statics:
+            _check_window(static, args)
+        handles = {s.argument: s.new(args) for s in self._statics if s.argument is not None}
+        for mask, argument in self._masks:
+            _check_hidden(args[mask], args[argument].written + handles[argument])
+        return [(args[a], new, args[a].shape[2]) for a, new in handles.items()]
 
     def _wrap(self, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         wrapped: list[Any] = []
@@ -58,14 +99,58 @@ class PackedCallable:
             if isinstance(output, FreshOutput):
                 names = output.plan.state_names
                 state = results[output.first : output.first + len(names)]
-                handle = PackedKV(state, output.plan, output.tokens(args), output.dtype)
+                new, stored = output.new(args), output.stored
+                written = new - stored.skipped(new)
+                tokens = stored.logical(new)
+                handle = PackedKV(state, output.plan, tokens, output.dtype, written=written)
                 handle.mark_dynamic()
             else:
-                handle = args[output.argument].extended(output.new(args))
+                handle = args[output.argument].extended(output.new(args), output.tokens(args))
             wrapped.append(handle)
             live.append(weakref.ref(handle))
         self._report.live = live
         return wrapped
+
+
+def _written(static: StaticStep, args: Sequence[Any]) -> int:
+    """How many tokens the static cache's tensor holds before the step."""
+    return 0 if static.argument is None else int(args[static.argument].written)
+
+
+def _check_window(static: StaticStep, args: Sequence[Any]) -> None:
+    """A window slides when it is full; another static cache must have room.
+
+    Raises:
+        CacheFullError: if it has none.
+        CacheStateError: if the window holds another number of tokens than the graph was made for.
+    """
+    if static.argument is None:
+        return
+    handle, new = args[static.argument], static.new(args)
+    if static.filled is None:
+        handle.reserve(new)
+    elif min(handle.written, handle.shape[2]) != static.filled(args):
+        raise CacheStateError(
+            f"The static window holds {min(handle.written, handle.shape[2])} tokens where "
+            f"{static.filled(args)} are counted. Use a new cache, or its reset()."
+        )
+
+
+def _check_hidden(mask: Tensor, written: int) -> None:
+    """A static cache's mask ``[..., room]`` must hide what is not written yet.
+
+    Raises:
+        CacheStateError: if it does not.
+    """
+    beyond = mask[..., written:]
+    seen = beyond if mask.dtype == torch.bool else beyond > _HIDDEN
+    if mask.device.type != "cpu":
+        # Without waiting for the device.
+        assert_soon(~seen.any())
+    elif bool(seen.any()):
+        raise CacheStateError(
+            f"The attention mask shows tokens beyond the {written} that the static cache holds."
+        )
 
 
 def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
@@ -74,14 +159,19 @@ def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
     A step of up to MAX_STEP tokens overwrites nothing (see `TensorPlan.ring`): only its count must
     go back.
     """
-    if new <= MAX_STEP or handle.plan.codec.identity:
+    if new <= MAX_STEP:
+        return None
+    if handle.plan.keep is not None:
+        # In a ring, new tokens take the place of old ones.
+        return [t.clone() for t in handle.state]
+    if handle.plan.codec.identity:
         return None
     return [handle.window.clone(), handle.ends.clone()]
 
 
 def _restore(handle: PackedKV, saved: list[Tensor] | None) -> None:
     if saved is None:
-        handle.ends[:, -1] = handle.shape[2]
-    else:
-        handle.window.copy_(saved[0])
-        handle.ends.copy_(saved[1])
+        handle.ends[:, -1] = handle.written
+        return
+    for tensor, old in zip(handle.state[-len(saved) :], saved, strict=True):
+        tensor.copy_(old)

@@ -2,5 +2,15 @@
 
 from lowering.choice import Choice, choose, compiler_problem, lower
 from lowering.codegen import generated_files
+from lowering.tuning import Tuned, cache_tag, tunings
 
-__all__ = ["Choice", "choose", "compiler_problem", "generated_files", "lower"]
+__all__ = [
+    "Choice",
+    "Tuned",
+    "cache_tag",
+    "choose",
+    "compiler_problem",
+    "generated_files",
+    "lower",
+    "tunings",
+]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpass.cache.residency import MAX_STEP, TensorPlan
 from lowering.codegen import load_kernels
-from lowering.heuristics import MAX_ROWS, attention_sizes
+from lowering.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.launch import launch, on_nvidia
 from lowering.layouts import (
     decline_device,
@@ -21,6 +24,9 @@ from lowering.layouts import (
     layout_of,
     symbolic,
 )
+from lowering.timing import time_attention
+from lowering.tuning import Workload, measurable, nominal_batch, nominal_capacity, tuned_sizes
+from triton_templates import Layout, render
 
 _LOG2_E = math.log2(math.e)
 # Splits that the merge reads at a time.
@@ -35,15 +41,21 @@ def supports(
     scale: float,
     k_plan: str,
     v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::attention``, or None."""
     k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
     if symbolic(q.shape[2]):
         return "the number of new tokens is symbolic"
-    if reason := decline_formats(q, k, v, v_plan):
+    if reason := decline_formats(q, k, v, k_plan, v_plan):
         return reason
     if layout_of(k_plan, int(k.shape[3])).lanewise:
         return f"the groups of keys {k_plan} are too short at head_dim {k.shape[3]}"
+    if q.shape[2] > MAX_STEP and TensorPlan.parse(k_plan).keep is not None:
+        return f"{q.shape[2]} new tokens are a prefill; a ring has room for {MAX_STEP}"
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > MAX_ROWS:
         return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
@@ -69,18 +81,70 @@ def attention(
     scale: float,
     k_plan: str,
     v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As `kvpass.ops.attention.attention`, for arguments that `supports` takes."""
+    sizes = _sizes(q, keys, values, k_plan, v_plan)
+    variant = (sinks, causal, window, softcap)
+    return attend(sizes, q, keys, values, mask, scale, k_plan, v_plan, *variant)
+
+
+def _sizes(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], k_plan: str, v_plan: str
+) -> AttentionSizes:
+    """By measurement where there is a GPU, else by the table."""
+    batch, heads, queries, head_dim = q.shape
+    kv_heads = exact_tokens(keys, k_plan).shape[1]
+    value_dim = exact_tokens(values, v_plan).shape[3]
+    k, v = layout_of(k_plan, head_dim), layout_of(v_plan, value_dim)
+    rows, capacity = heads // kv_heads * queries, keys[0].shape[2]
+    table = attention_sizes(k, v, rows, batch * kv_heads, capacity, q)
+    if not measurable(q.device):
+        return table
+    workload = Workload(
+        k_plan, v_plan, head_dim, value_dim, q.dtype,
+        nominal_batch(batch), kv_heads, rows, nominal_capacity(capacity),
+    )  # fmt: skip
+    return tuned_sizes(
+        workload,
+        table,
+        q.device,
+        source=lambda sizes: render("attention", **_parameters(k, v, sizes)),
+        timer=partial(time_attention, attend),
+    )
+
+
+def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
+    """Of the template."""
+    tiles = {"tile": sizes.tile, "part": sizes.part, "edge_tile": sizes.edge_tile}
+    return {"k": k, "v": v, **tiles}
+
+
+def attend(
+    sizes: AttentionSizes,
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`attention` with these sizes, on which the result does not depend but for rounding."""
     batch, heads, queries, head_dim = q.shape
     kv_heads = exact_tokens(keys, k_plan).shape[1]
     value_dim = exact_tokens(values, v_plan).shape[3]
     k, v = layout_of(k_plan, head_dim), layout_of(v_plan, value_dim)
     rows = heads // kv_heads * queries
     pairs = batch * kv_heads
-    sizes = attention_sizes(k, v, rows, pairs, keys[0].shape[2], q)
-    kernels = load_kernels(
-        "attention", k=k, v=v, tile=sizes.tile, part=sizes.part, edge_tile=sizes.edge_tile
-    )
+    kernels = load_kernels("attention", **_parameters(k, v, sizes))
 
     # Packed tokens beyond the last whole tile, and each combination of packed and exact.
     edges = (1 if k.identity else 2) * (1 if v.identity else 2)
@@ -91,20 +155,25 @@ def attention(
     if q.stride(3) != 1:
         q = q.contiguous()
     kind, mask, mask_strides = _mask_arguments(q, mask)
+    if sinks is not None and (decline_dtype(sinks, "sinks") or not sinks.is_contiguous()):
+        sinks = sinks.float().contiguous()
     launch(
         kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
         q, *keys, keys[0].shape[2], *values, values[0].shape[2], mask, partial, statistics,
         q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
+        softcap * _LOG2_E, window, TensorPlan.parse(k_plan).keep or 0,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
-        INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=2,
+        CAUSAL=causal, WINDOWED=window > 0, CAPPED=softcap > 0,
+        INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages,
         step_elements=sizes.tile * (head_dim + value_dim),
     )  # fmt: skip
     launch(
         kernels.attention_merge, (pairs, rows),
-        partial, statistics, out, ROWS=rows, SPLITS=splits,
-        SPLITS_PADDED=1 << (splits - 1).bit_length(), STEP=_MERGE_STEP,
+        partial, statistics, q if sinks is None else sinks, out,
+        KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, SPLITS=splits,
+        SPLITS_PADDED=1 << (splits - 1).bit_length(), STEP=_MERGE_STEP, SINKS=sinks is not None,
     )  # fmt: skip
     return out
 

@@ -20,6 +20,7 @@ import jinja2
 
 from kvpass.errors import KernelError
 from triton_templates import render
+from triton_templates.renderer import FOLDER as TEMPLATES
 
 CACHE_VARIABLE = "KVPASS_CACHE_DIR"
 _HASH_DIGITS = 16
@@ -61,18 +62,29 @@ def load_kernels(template: str, **parameters: Any) -> ModuleType:
     return import_source(template, path)
 
 
+def digest(text: str) -> str:
+    """What names a file by its content."""
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
+
+
+@cache
+def sources_digest() -> str:
+    """Of the code that makes kernels and launches them."""
+    folders = (Path(__file__).parent, TEMPLATES)
+    files = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".jinja"))
+    return digest("".join(file.read_text(encoding="utf-8") for file in files))
+
+
 def write_source(template: str, text: str, suffix: str = ".py") -> Path:
     """Writes ``text`` to the file that its content names, unless it is there already.
 
     Raises:
         KernelError: if the cache folder cannot be written.
     """
-    digest = hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
-    path = cache_folder() / f"{template}_{digest}{suffix}"
+    path = cache_folder() / f"{template}_{digest(text)}{suffix}"
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(path, text)
+            write_atomically(path, text)
     except OSError as error:
         raise KernelError(
             f"The kernel of kvpass::{template} cannot be written to {path}: {error.strerror}; "
@@ -82,8 +94,15 @@ def write_source(template: str, text: str, suffix: str = ".py") -> Path:
     return path
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """Another process sees the whole file or none, since a rename within a folder is atomic."""
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file, and its folder where that is missing.
+
+    Another process sees the whole file or none, since a rename within a folder is atomic.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

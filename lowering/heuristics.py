@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,9 @@ _MAX_SPLITS = 128
 # A program of the exact window walks about this many tokens.
 _EDGE_TOKENS = 256
 _EDGE_TILE = 32
+# Tokens of a tile that may be tried: rows of a tensor-core product at least.
+_LEAST_TILE, _MOST_TILE = 16, 128
+_MOST_WARPS = 4
 # Channels for which one warp has the registers, with up to 16 query rows.
 _WARP_LANES = 128
 # Tokens that one program of `pack` and `append` encodes, where no group of tokens asks for more.
@@ -42,6 +45,7 @@ class AttentionSizes:
         splits: programs that share the packed tokens of one KV head.
         edge_splits: programs that share each other combination of packed and exact.
         warps: of a program.
+        stages: steps whose reads are in flight, counting the one that is computed.
     """
 
     tile: int
@@ -51,6 +55,7 @@ class AttentionSizes:
     splits: int
     edge_splits: int
     warps: int
+    stages: int = 2
 
 
 def attention_sizes(
@@ -79,15 +84,14 @@ def attention_sizes(
         tile = 32
     else:
         tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
-    part = min(tile, k.group) if k.by_channel else tile
+    part = _part(tile, k)
     if columns > 8:
         # No registers for the scores of several parts.
         tile = part
     return AttentionSizes(
         tile=tile,
         part=part,
-        # Scales of every channel leave fewer registers.
-        edge_tile=min(16 if v.lanewise else _EDGE_TILE, part),
+        edge_tile=_edge_tile(part, v),
         columns=columns,
         splits=_splits(tile, pairs, capacity, query.device),
         edge_splits=max(1, max(k.ring, v.ring) // _EDGE_TOKENS),
@@ -95,17 +99,52 @@ def attention_sizes(
     )
 
 
+def attention_candidates(table: AttentionSizes, k: Layout, v: Layout) -> list[AttentionSizes]:
+    """What is worth measuring: `attention_sizes`' answer first, then its neighbours, at most seven.
+
+    Each neighbour has one size halved or doubled, or reads one step further ahead.
+    """
+    found = [table]
+    for tile in (table.tile // 2, table.tile * 2):
+        if _LEAST_TILE <= tile <= _MOST_TILE:
+            part = _part(tile, k)
+            found.append(replace(table, tile=tile, part=part, edge_tile=_edge_tile(part, v)))
+    for warps in (table.warps // 2, table.warps * 2):
+        if 1 <= warps <= _MOST_WARPS:
+            found.append(replace(table, warps=warps))
+    for splits in (table.splits // 2, table.splits * 2):
+        if 1 <= splits <= _MAX_SPLITS:
+            found.append(replace(table, splits=splits))
+    return [*found, replace(table, stages=table.stages + 1)]
+
+
+def _part(tile: int, k: Layout) -> int:
+    return min(tile, k.group) if k.by_channel else tile
+
+
+def _edge_tile(part: int, v: Layout) -> int:
+    # Scales of every channel leave fewer registers.
+    return min(16 if v.lanewise else _EDGE_TILE, part)
+
+
 def _warps(lanes: int, columns: int, wide: bool) -> int:
     """As few as have the registers: one warp needs no barrier and no exchange through memory."""
     if wide:
         # Products in fp32 are not for tensor cores and keep whole operands in registers.
-        return 4
+        return _MOST_WARPS
     return 1 if lanes <= _WARP_LANES else columns // 4
 
 
 def encode_tokens(layout: Layout) -> int:
     """Tokens that one program of `pack` and `append` encodes."""
     return max(_ENCODE_TOKENS, layout.group) if layout.by_channel else _ENCODE_TOKENS
+
+
+def decode_tokens(layout: Layout) -> int:
+    """Tokens that one program of `unpack` decodes or copies; they lie in one group of tokens."""
+    # Wide heads in fp32 would take all registers.
+    tokens = COPIED_TOKENS if layout.exact_lanes <= _WARP_LANES else COPIED_TOKENS // 2
+    return min(tokens, layout.group) if layout.by_channel else tokens
 
 
 def _splits(

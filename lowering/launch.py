@@ -26,12 +26,22 @@ class Launch:
         options: of the compiler.
         step_elements: elements of keys and values that one round of the main loop reads; 0 where
             that is not counted.
+        grid: of programs.
     """
 
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, int]
     step_elements: int = 0
+    grid: tuple[int | torch.SymInt, ...] = ()
+
+    def compile(self) -> None:
+        """Compiles the kernel for the current device, without launching it."""
+        self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
+
+    def run(self) -> None:
+        """Launches it now, on the tensors that were recorded."""
+        self.kernel[self.grid](**self.arguments, **self.options)
 
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("kvpass_recorded_launches", default=None)
@@ -46,6 +56,11 @@ def record_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recorded.reset(token)
+
+
+def recording() -> bool:
+    """Whether launches are collected, see `record_launches`."""
+    return _recorded.get() is not None
 
 
 def launch(
@@ -63,7 +78,7 @@ def launch(
     if recorded is not None:
         options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         positional = dict(zip(kernel.arg_names, args, strict=False))
-        recorded.append(Launch(kernel, positional | kwargs, options, step_elements))
+        recorded.append(Launch(kernel, positional | kwargs, options, step_elements, tuple(grid)))
         return
     callee = kernel if interpreted() else torch.library.wrap_triton(kernel)
     callee[tuple(grid)](*args, **kwargs)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from kvpass.cache.residency import TensorPlan
 from kvpass.errors import KernelError
 from kvpass.ops.pack import pack_fake
-from lowering import append, attention, pack
+from lowering import append, attention, pack, unpack
 from lowering.launch import Launch, record_launches
 
 # Sizes that do not change the kernels: tokens of the prompt, and KV heads.
@@ -23,14 +26,20 @@ def layer_launches(
     value_dim: int,
     heads_per_group: int,
     dtype: torch.dtype = torch.float16,
+    with_sinks: bool = False,
+    **variant: Any,
 ) -> list[Launch]:
-    """What a layer launches for a prompt and for one decode step. Call it under fake tensors.
+    """What a layer launches for a prompt, for one decode step, and for a second prompt.
+
+    Call it under fake tensors.
 
     Args:
         k_plan, v_plan: printed plans.
         key_dim, value_dim: channels of a head.
         heads_per_group: query heads that share a KV head.
         dtype: of the model.
+        with_sinks: attention has sinks.
+        variant: more arguments of ``kvpass::attention``: ``causal``, ``window``, ``softcap``.
 
     Raises:
         KernelError: if a kernel declines these arguments.
@@ -40,18 +49,24 @@ def layer_launches(
         values = _state(v_plan, value_dim, dtype)
         heads = _KV_HEADS * heads_per_group
         q = keys[0].new_empty(1, heads, 1, key_dim, dtype=dtype)
-        _require("attention", attention.supports(q, keys, values, None, 1.0, k_plan, v_plan))
-        attention.attention(q, keys, values, None, 1.0, k_plan, v_plan)
+        sinks = q.new_empty(heads) if with_sinks else None
+        arguments = (q, keys, values, None, 1.0, k_plan, v_plan, sinks)
+        _require("attention", attention.supports(*arguments, **variant))
+        attention.attention(*arguments, **variant)
     return launches
 
 
 def _state(plan: str, dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """The state after a prompt and a decode step, whose kernels are recorded."""
+    """The state after a prompt and a decode step; their kernels and that of `unpack` are
+    recorded."""
     x = torch.empty(1, _KV_HEADS, _TOKENS, dim, dtype=dtype, device="cuda")
     _require("pack", pack.supports(x, plan))
     pack.pack(x, plan)
     state = pack_fake(x, plan)
     append.append(state, x.new_empty(1, _KV_HEADS, 1, dim), plan)
+    tokens = TensorPlan.parse(plan).logical(_TOKENS + 1)
+    _require("unpack", unpack.supports(state, tokens, plan, dtype))
+    unpack.unpack(state, tokens, plan, dtype)
     return state
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -20,9 +21,16 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def layout_of(plan: str, head_dim: int) -> Layout:
     """The layout of a cache tensor with this printed plan."""
     p = TensorPlan.parse(plan)
+    sliding = p.keep is not None
     if p.codec.identity:
-        return Layout(head_dim)
-    return Layout(head_dim, p.codec.bits, p.codec.axis, p.codec.group, p.ring)
+        return Layout(head_dim, sliding=sliding)
+    return Layout(head_dim, p.codec.bits, p.codec.axis, p.codec.group, p.ring, sliding)
+
+
+def unbounded(plan: TensorPlan) -> TensorPlan:
+    """The plan without how many tokens it keeps or has room for, which kernels are told at run
+    time."""
+    return replace(plan, keep=None, room=None)
 
 
 def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
@@ -64,8 +72,17 @@ def decline_dtype(x: Tensor, name: str) -> str | None:
     return None
 
 
-def decline_formats(q: Tensor, k: Tensor, v: Tensor, v_plan: str) -> str | None:
+def decline_conversion(exact: Tensor, dtype: torch.dtype) -> str | None:
+    """Why no kernel unpacks a cache whose exact tokens are ``exact`` to ``dtype``, or None."""
+    if dtype != exact.dtype:
+        return f"tokens are wanted as {dtype}, those of the cache are {exact.dtype}"
+    return None
+
+
+def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -> str | None:
     """Why no kernel attends with this query to exact tokens like ``k`` and ``v``, or None."""
+    if TensorPlan.parse(k_plan).keep != TensorPlan.parse(v_plan).keep:
+        return f"keys {k_plan} and values {v_plan} do not keep the same tokens"
     if TensorPlan.parse(v_plan).codec.token_group > 1:
         return f"values {v_plan} have groups along tokens"
     if not q.dtype == k.dtype == v.dtype:

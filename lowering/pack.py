@@ -9,7 +9,7 @@ from kvpass.ops.pack import empty_state
 from lowering.codegen import load_kernels
 from lowering.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.launch import launch
-from lowering.layouts import decline_device, decline_dtype, layout_of
+from lowering.layouts import decline_device, decline_dtype, layout_of, unbounded
 
 
 def supports(new: Tensor, plan: str) -> str | None:
@@ -23,8 +23,13 @@ def supports(new: Tensor, plan: str) -> str | None:
 
 def pack(new: Tensor, plan: str) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
+    p = TensorPlan.parse(plan)
+    skipped = p.skipped(new.shape[2])
+    # Not a slice: slicing a fake tensor asks for the GPU that it pretends to be on.
+    new = new.narrow(2, skipped, new.shape[2] - skipped)
     batch, heads, length, head_dim = new.shape
-    p, layout = TensorPlan.parse(plan), layout_of(plan, head_dim)
+    # A first prompt has room for what is packed of it: positions are slots.
+    layout = layout_of(str(unbounded(p)), head_dim)
     packed = p.packed(length)
     state = empty_state(new, p, packed)
     kernels = load_kernels("pack", layout=layout)

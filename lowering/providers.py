@@ -22,7 +22,7 @@ import lowering.cpp.append
 import lowering.cpp.attention
 import lowering.cpp.pack
 import lowering.cpp.unpack
-from lowering import append, attention, pack
+from lowering import append, attention, pack, unpack
 
 _NAMESPACE = "kvpass_triton"
 _CPP = torch.library.Library("kvpass_cpp", "DEF")
@@ -87,5 +87,9 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
         _aten("append"),
     ),
     "pack": (_cpp("pack"), _triton("pack", pack.pack, pack.supports), _aten("pack")),
-    "unpack": (_cpp("unpack"), _aten("unpack")),
+    "unpack": (
+        _cpp("unpack"),
+        _triton("unpack", unpack.unpack, unpack.supports),
+        _aten("unpack"),
+    ),
 }

@@ -1,4 +1,4 @@
-"""Running models step by step, and counting what Dynamo compiled."""
+"""Running models step by step, and counting what Dynamo compiled and what was allocated."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 import kvpass
 import kvpass.backend
@@ -56,3 +57,16 @@ def left_padding(lengths: Sequence[int], total: int) -> Tensor:
 def oracle(model: Any, recipe: kvpass.Recipe) -> Any:
     """The oracle's cache for ``model``."""
     return kvpass.oracle_cache(recipe.plan(model.config), model.config)
+
+
+def peak(function: Any) -> int:
+    """The most bytes that were allocated at once during a call, beyond those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        kept = function()
+    now = highest = 0
+    for event in prof.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            highest = max(highest, now)
+    del kept
+    return highest

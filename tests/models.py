@@ -17,6 +17,17 @@ _GQA = {
     "pad_token_id": 0,
 }
 _MHA = {k: v for k, v in _GQA.items() if k != "num_key_value_heads"}
+# DeepSeek's multi-head latent attention: "keys" are latents, "values" rotary keys.
+_MLA = {
+    **_GQA,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": _GQA,
     "qwen2": _GQA,
@@ -25,9 +36,34 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gpt_neox": {**_MHA, "rotary_pct": 0.5},
     "opt": {**_MHA, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "falcon": {**_MHA, "multi_query": True, "new_decoder_architecture": False, "alibi": False},
+    # Sliding windows, longer than the exact ones of the tests' recipes.
+    "mistral": {**_GQA, "sliding_window": 40},
+    "gemma3_text": {
+        **_GQA,
+        "head_dim": 16,
+        "sliding_window": 40,
+        "query_pre_attn_scalar": 16,
+    },
 }
-# Families that are refused: every layer keeps a sliding window.
-REFUSED = {"mistral": {**_GQA, "sliding_window": 16}}
+# Families whose attention is written out, in another way each.
+EAGER: dict[str, dict[str, object]] = {
+    "gemma2": {**_GQA, "head_dim": 16, "layer_types": ["full_attention"]},
+    "gpt_oss": {**_GQA, "head_dim": 16, "layer_types": ["full_attention"]},
+    "granite_swa": {**_GQA, "layer_types": ["full_attention"]},
+    "bloom": _MHA,
+    "mpt": {**_MHA, "n_layers": 1, "d_model": 64, "n_heads": 4},
+    "xglm": {**_MHA, "d_model": 64, "attention_heads": 4, "num_layers": 1, "ffn_dim": 64},
+    "gptj": {**_MHA, "rotary_dim": 8},
+    "gpt_neo": {**_MHA, "num_layers": 1, "num_heads": 4, "attention_types": [[["global"], 1]]},
+    "codegen": {**_MHA, "n_layer": 1, "n_embd": 64, "n_head": 4, "rotary_dim": 8},
+    "gpt_neox_japanese": _MHA,
+}
+# Families that decode the cache in every step.
+DECODED: dict[str, dict[str, object]] = {
+    "deepseek_v2": _MLA,
+    "doge": _GQA,
+    "diffllama": _GQA,
+}
 
 
 def tiny_model(
@@ -40,7 +76,11 @@ def tiny_model(
     **overrides: object,
 ) -> PreTrainedModel:
     """A random model in eval mode. Weights are large enough for attention to be peaked."""
-    options = {**(FAMILIES | REFUSED)[family], "num_hidden_layers": layers, **overrides}
+    options = {
+        **(FAMILIES | EAGER | DECODED)[family],
+        "num_hidden_layers": layers,
+        **overrides,
+    }
     config = AutoConfig.for_model(family, attn_implementation=attention, **options)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

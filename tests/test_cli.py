@@ -34,7 +34,7 @@ def test_kernels(capsys):
     columns = ["kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file"]
     assert header.split() == columns
     table = [dict(zip(columns, row.split(), strict=True)) for row in rows]
-    state = ["pack_prompt", "append_step", "advance_ends"]
+    state = ["pack_prompt", "append_step", "advance_ends", "unpack_tokens"]
     assert [r["kernel"] for r in table] == [*state, *state, "attention_split", "attention_merge"]
     assert all(Path(r["file"]).exists() and r["spills"] == "none" for r in table)
     split = table[-2]
@@ -47,7 +47,7 @@ def test_kernels(capsys):
 def test_keys_and_values_of_one_plan_are_listed_once(capsys):
     assert main(["kernels", "--recipe", "fp", "--head-dim", "64"]) == 0
     names = [row.split()[0] for row in capsys.readouterr().out.splitlines()[2:]]
-    assert len(names) == len(set(names)) == 5
+    assert len(names) == len(set(names)) == 6
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ One layer, so that keys and values are equal bit for bit and no code can flip (s
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvpass import PackedKV, recipe
+from kvpass import PackedKV, Plan, Recipe, oracle_cache, recipe
+from kvpass.plan import LayerPlan
 from tests.harness import compiled, left_padding, oracle, run_steps
-from tests.models import FAMILIES, prompt, tiny_model
+from tests.models import EAGER, FAMILIES, prompt, tiny_model
 from tests.tolerances import logits
 
 RECIPES = {
@@ -48,6 +51,47 @@ def test_logits_equal_the_oracles(
         effect = (wanted - plain)[visible].abs().max().item()
         # A recipe that changed nothing would make the comparison empty.
         assert effect == 0 if name == "fp" else effect > 10 * LOWEST[dtype], f"{name}: {effect}"
+
+
+def check(model: Any, chosen: Recipe, plan: Plan) -> None:
+    """With left padding, compiled logits are the eager model's on the oracle's cache."""
+    steps = [40, 1, 1, 3]
+    ids, mask = prompt(3, sum(steps)), left_padding([20, 3, 0], sum(steps))
+    wanted, _ = run_steps(model, ids, steps, mask, oracle_cache(plan, model.config))
+    got, cache = run_steps(compiled(model, chosen), ids, steps, mask)
+    assert all(isinstance(t, PackedKV) for x in cache.layers for t in (x.keys, x.values))
+    error = (got - wanted)[mask.bool()].abs().max().item()
+    assert error <= logits(model.dtype, chosen.name), error
+
+
+@pytest.mark.parametrize("family", EAGER)
+def test_written_out_attention(family: str) -> None:
+    """The forms that only some families have."""
+    model, chosen = tiny_model(family, attention="eager", layers=1), RECIPES["kivi-2bit"]
+    check(model, chosen, chosen.plan(model.config))
+
+
+@pytest.mark.parametrize("family", ["mpt", "gptj"])
+def test_written_out_attention_in_bf16(family: str) -> None:
+    """Some of it in float32: ALiBi, or the product of query and keys."""
+    model = tiny_model(family, attention="eager", layers=1, dtype=torch.bfloat16)
+    check(model, RECIPES["fp"], RECIPES["fp"].plan(model.config))
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("deepseek_v2", "sdpa"), ("deepseek_v2", "eager"), ("doge", "sdpa"), ("diffllama", "sdpa")],
+)
+def test_decoded_caches(family: str, attention: str) -> None:
+    """Readers that no rule knows read what the recipe stores for tensors of unknown meaning."""
+    model, chosen = tiny_model(family, attention=attention, layers=1), RECIPES["kivi-2bit"]
+    if family == "doge":
+        # Its attention is known; the mask is computed from the values as well.
+        plan = chosen.plan(model.config)
+    else:
+        dims = (32, 8) if family == "deepseek_v2" else (16, 16)
+        plan = Plan(LayerPlan(*(chosen.unknown_plan("*", dim) for dim in dims)))
+    check(model, chosen, plan)
 
 
 # What float32 and bf16 rounding alone can do to these logits; packing must do visibly more.

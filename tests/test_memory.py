@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from kvpass import PackedKV, recipe
 from kvpass.evaluate import cache_bytes
-from tests.harness import compiled, left_padding, run_steps
+from tests.harness import compiled, left_padding, peak, run_steps
 from tests.models import prompt, tiny_model
 
 
@@ -47,19 +45,6 @@ def test_two_bits_hold_at_most_three_point_three_at_8192_tokens() -> None:
         packed = PackedKV(state, tensor_plan, 8192, x.dtype)
         assert packed.bits_per_element <= 3.3
         assert 8 * packed.nbytes / packed.numel() <= 3.3
-
-
-def peak(function: Any) -> int:
-    """The most bytes that were allocated at once during a call, beyond those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        kept = function()
-    now = highest = 0
-    for event in prof.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            highest = max(highest, now)
-    del kept
-    return highest
 
 
 def test_a_prefill_keeps_one_layer_plain_at_a_time() -> None:

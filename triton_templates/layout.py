@@ -57,6 +57,7 @@ class Layout:
             ``group`` consecutive channels of a ``token``.
         group: see ``axis``; 0 for 16 bits.
         ring: slots of the window of exact tokens; 0 for 16 bits.
+        sliding: the token at position ``t`` is stored at slot ``t % capacity``.
     """
 
     head_dim: int
@@ -64,6 +65,7 @@ class Layout:
     axis: Literal["channel", "token"] = "token"
     group: int = 0
     ring: int = 0
+    sliding: bool = False
 
     def __str__(self) -> str:
         return "fp" if self.identity else f"int{self.bits}.{self.axis}{self.group}"

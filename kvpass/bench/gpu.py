@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvpass.backend import tunings
 from kvpass.bench.attention import attention_section, bench_attention
 from kvpass.bench.contenders import Case
 from kvpass.bench.decode import bench_decode, decode_json, decode_section
@@ -42,7 +43,8 @@ _TOO_LATE: Finding = ("not begun: the time is up", [], False)
 
 
 def bench_gpu(device: torch.device, path: str, minutes: float = 8) -> bool:
-    """Checks kernels and subnormals, measures attention and decoding, and writes after each part.
+    """Checks kernels and subnormals, measures attention, what the choice of its sizes gains, and
+    decoding, and writes after each part.
 
     A part that fails is reported, and the next one is run: a GPU may be at hand only once.
 
@@ -85,6 +87,7 @@ def _parts(device: torch.device, deadline: float) -> Iterator[tuple[str, Callabl
     yield kernels[0]
     for batch, tokens in _CASES:
         yield f"attention B={batch} T={tokens}", partial(_attention, device, batch, tokens)
+    yield "sizes", _sizes
     yield "decode", partial(_decode, device, deadline)
     yield from kernels[1:]
 
@@ -136,6 +139,23 @@ def _attention(device: torch.device, batch: int, tokens: int) -> Finding:
         for r in run.results
     ]
     return str(attention_section(run)), rows, not any(r.wrong for r in run.results)
+
+
+def _sizes() -> Finding:
+    """What measuring the sizes of the attention above has gained over the table."""
+    lines, rows = [], []
+    for t in tunings():
+        table, chosen, w = asdict(t.table), asdict(t.chosen), t.workload
+        changed = [f"{n} {table[n]} -> {chosen[n]}" for n in chosen if chosen[n] != table[n]]
+        gain = t.table_ms / t.chosen_ms if t.table_ms and t.chosen_ms else None
+        told = "no time for the table's" if gain is None else f"{gain:.2f} x the table's speed"
+        lines.append(
+            f"{w.k_plan}, {w.v_plan} B={w.batch} T={w.capacity}: "
+            f"{', '.join(changed) or 'as in the table'}; {told}"
+        )
+        rows.append({**asdict(t), "gain": gain})
+    right = all(row["gain"] is not None for row in rows)
+    return "\n".join(lines) or "nothing was measured", rows, right
 
 
 def _decode(device: torch.device, deadline: float) -> Finding:

@@ -57,8 +57,8 @@ class Check:
 def check_kernels(
     recipe: str, dtype: torch.dtype, head_dim: int, device: torch.device, wanted: str | None
 ) -> Iterator[Check]:
-    """Compares ``pack`` and ``append`` bit for bit with the CPU reference, and ``attention`` with
-    float64.
+    """Compares ``pack``, ``append`` and ``unpack`` bit for bit with the CPU reference, and
+    ``attention`` with float64.
 
     Args:
         recipe: name of a recipe.
@@ -78,6 +78,8 @@ def check_kernels(
         for length in _LENGTHS:
             name = f"pack {kind} {label} T={length}"
             yield _check_pack(name, tensor_plan, tokens(length), device, wanted)
+            name = f"unpack {kind} {label} T={length}"
+            yield _check_unpack(name, tensor_plan, tokens(length), device, wanted)
         yield _check_append(f"append {kind} {label}", tensor_plan, tokens, device, wanted)
     for length in _LENGTHS:
         for queries, masked in ((1, False), (1, True), (2, False)):
@@ -101,6 +103,17 @@ def _check_pack(
     got = target(moved, str(plan))
     differences = _differences(got, torch.ops.kvpass.pack(x, str(plan)), plan)
     return Check(name, choice.provider, differences, 0, _served(choice, wanted))
+
+
+def _check_unpack(
+    name: str, plan: TensorPlan, x: Tensor, device: torch.device, wanted: str | None
+) -> Check:
+    state = torch.ops.kvpass.pack(x, str(plan))
+    arguments = (x.shape[2], str(plan), x.dtype)
+    moved = [t.to(device) for t in state]
+    target, choice = provider("unpack", moved, *arguments)
+    differs = target(moved, *arguments).cpu() != torch.ops.kvpass.unpack(state, *arguments)
+    return Check(name, choice.provider, int(differs.sum()), 0, _served(choice, wanted))
 
 
 def _check_append(

@@ -107,7 +107,7 @@ def cache_shape(config: Any) -> CacheShape:
     """What the cache of such a model is made of.
 
     Raises:
-        OptionError: if not every layer keeps all tokens; such layers are not packed.
+        OptionError: if not every layer keeps all tokens.
     """
     text = config.get_text_config(decoder=True)
     odd = {
@@ -117,7 +117,7 @@ def cache_shape(config: Any) -> CacheShape:
     }
     if odd:
         raise OptionError(
-            f"The model's cache has layers that kvpass does not pack ({', '.join(sorted(odd))}); "
+            f"The model's cache has layers that do not keep all tokens ({', '.join(sorted(odd))}); "
             "the benchmarks take models with full attention in every layer."
         )
     heads = text.num_attention_heads

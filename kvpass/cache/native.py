@@ -13,8 +13,10 @@ from torch import Tensor
 
 from kvpass._torch import is_traced
 from kvpass.cache.residency import TensorPlan
+from kvpass.errors import CacheStateError
 from kvpass.ops.append import row_ends
 from kvpass.ops.pack import write_window
+from kvpass.ops.unpack import read_packed
 
 if TYPE_CHECKING:
     from kvpass.cache.packed import PackedKV
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
+# What a slice without an end has for one.
+_SLICE_END = 2**63 - 1
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 # Ops that had to decode a cache tensor outside compiled code, and how often.
 DECODES: Counter[str] = Counter()
@@ -64,10 +68,14 @@ def token_dims(plan: TensorPlan) -> dict[str, int]:
     return {"codes": 2, "params": 2 if plan.codec.axis == "channel" else 3}
 
 
-def _rebuilt(old: PackedKV, state: Sequence[Tensor], tokens: int | None = None) -> PackedKV:
-    length = old.shape[2] if tokens is None else tokens
+def _rebuilt(
+    old: PackedKV, state: Sequence[Tensor], length: int | None = None, written: int | None = None
+) -> PackedKV:
+    """A handle on a new ``state``, as long as ``old`` unless told otherwise."""
+    length = old.shape[2] if length is None else length
+    written = old.written if written is None else written
     shaped = state[0] if old.plan.codec.identity else state[2]
-    handle = _PackedKV(state, old.plan, length, shaped.dtype)
+    handle = _PackedKV(state, old.plan, length, shaped.dtype, written=written)
     handle.mark_dynamic()
     return handle
 
@@ -75,7 +83,7 @@ def _rebuilt(old: PackedKV, state: Sequence[Tensor], tokens: int | None = None) 
 @handles(aten.detach.default, aten.alias.default)
 def same(x: PackedKV) -> PackedKV:
     """Another handle on the same storage, of the same age."""
-    handle = _PackedKV(x.state, x.plan, x.shape[2], x.dtype)
+    handle = _PackedKV(x.state, x.plan, x.shape[2], x.dtype, written=x.written)
     handle._steps, handle._born = x._steps, x._born
     return handle
 
@@ -135,8 +143,8 @@ def index(x: PackedKV, indices: Sequence[Tensor | None]) -> Any:
 
 
 def getitem(x: PackedKV, key: Any) -> Any:
-    """``x[..., :n, :]`` (a crop) and ``x[i:j]`` or ``x[rows]`` along the batch; else
-    NotImplemented.
+    """``x[..., :n, :]`` (a crop), what a sliding window leaves of it, and ``x[i:j]`` or ``x[rows]``
+    along the batch; else NotImplemented.
 
     Taken at ``__getitem__``, not at ``aten.slice``: torch declares the latter's result a view,
     which would keep the whole of ``x`` alive.
@@ -158,36 +166,70 @@ def getitem(x: PackedKV, key: Any) -> Any:
     if not isinstance(part, slice):
         return NotImplemented
     first, last, stride = part.indices(x.shape[dim])
-    if stride != 1 or (dim == 2 and first != 0):
+    if stride != 1:
         return NotImplemented
     if dim == 0:
         return index_select(x, 0, torch.arange(first, max(last, first), device=x.device))
-    return crop(x, max(last, 0))
+    return crop(x, first, max(first, last))
 
 
-def crop(x: PackedKV, tokens: int) -> PackedKV:
-    """The first ``tokens`` tokens. A group that is cut through is decoded into the exact window."""
+def crop(x: PackedKV, first: int, last: int) -> Any:
+    """Tokens ``first ... last``; tokens at the front are only dropped where a window slides.
+
+    A group that is cut through at its end is decoded into the exact window.
+    """
     x.check()
+    plan, total = x.plan, x.written - (x.shape[2] - last)
+    if plan.room is not None:
+        return NotImplemented
+    # A step sees the last tokens as the plan says: the logical tensor may not be shorter.
+    if first and (plan.keep is None or last - first < min(total, plan.keep)):
+        return NotImplemented
     state = [t.clone() for t in x.state]
     ends = state[-1]
-    if not x.plan.codec.identity:
-        packed, g = row_ends(ends)[0], x.plan.codec.token_group
-        kept = min(packed, tokens // g * g)
-        if kept < min(packed, tokens):
-            params = x.params.narrow(2, kept // g, 1)
-            group = x.plan.codec.decode(x.codes[:, :, kept : kept + g], params, x.dtype)
-            write_window(state[2], kept, group[:, :, : tokens - kept])
+    if not plan.codec.identity:
+        packed, g = row_ends(ends)[0], plan.codec.token_group
+        kept = min(packed, total // g * g)
+        if kept < min(packed, total):
+            group = read_packed(x.state, plan, kept, kept + g, x.dtype)
+            write_window(state[2], kept, group[:, :, : total - kept])
         ends[:, 0] = kept
-    ends[:, -1] = tokens
-    return _rebuilt(x, state, tokens)
+    ends[:, -1] = total
+    return _rebuilt(x, state, last - first, total)
+
+
+@handles(aten.slice.Tensor)
+def slice_traced(
+    x: PackedKV, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """``x[:, :, -n:]`` while it is traced: a window slides."""
+    whole = end is None or (isinstance(end, int) and end >= _SLICE_END)
+    if not is_traced(x.ends) or dim % 4 != 2 or step != 1 or not whole:
+        return NotImplemented
+    if start is None or start >= 0:
+        return NotImplemented
+    if -start == x.plan.keep:
+        # What the cache keeps: no guard on its length, so that one graph serves all of them.
+        return _traced(x, torch.sym_min(x.shape[2], -start))
+    # What attention reads must be seen to fit its mask.
+    return _traced(x, -start if x.shape[2] >= -start else x.shape[2])
+
+
+def _traced(x: PackedKV, tokens: int) -> PackedKV:
+    return _PackedKV(x.state, x.plan, tokens, x.dtype)
 
 
 @handles(aten.cat.default)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """A packed tensor followed by new tokens, or packed tensors of equal length along the batch."""
     first, *rest = tensors
-    if not isinstance(first, _PackedKV) or is_traced(first.ends):
+    if not isinstance(first, _PackedKV):
         return NotImplemented
+    if is_traced(first.ends):
+        plain = not any(isinstance(t, _PackedKV) for t in rest)
+        if first.plan.keep is None or not plain or dim % 4 != 2:
+            return NotImplemented
+        return _traced(first, first.shape[2] + sum(t.shape[2] for t in rest))
     if dim % 4 == 0:
         return _cat_batch(tensors)
     expected = (*first.shape[:2], first.shape[3])
@@ -236,8 +278,32 @@ def _with_capacity(x: PackedKV, room: int) -> PackedKV:
 
 @handles(aten.zero_.default)
 def zero_(x: PackedKV) -> PackedKV:
-    """All tokens become zero, in place (a static cache's reset)."""
+    """All tokens become zero, in place; those of a static cache become unwritten (its reset)."""
     x.check()
+    if x.plan.room is not None:
+        x.ends.zero_()
+        x.written = 0
+        return x
     for tensor in x.state[:-1]:
         tensor.zero_()
+    return x
+
+
+@handles(aten.index_copy_.default)
+def index_copy_(x: PackedKV, dim: int, index: Tensor, source: Tensor) -> Any:
+    """New tokens behind the last ones of a static cache, in place."""
+    if x.plan.room is None or dim % 4 != 2:
+        return NotImplemented
+    if is_traced(x.ends):
+        return x
+    x.check()
+    new = source.shape[2]
+    x.reserve(new)
+    if index.tolist() != list(range(x.written, x.written + new)):
+        raise CacheStateError(
+            f"A static cache of {x.written} tokens is written at {index.tolist()}; packed, only "
+            "the next positions can be written."
+        )
+    torch.ops.kvpass.append.default(x.state, source, str(x.plan))
+    x.written += new
     return x

@@ -12,8 +12,9 @@ from kvpass._torch import is_traced, make_wrapper, mark_dynamic, tree_leaves, tr
 from kvpass.cache import native
 from kvpass.cache.codec import Codec
 from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
-from kvpass.errors import StaleHandleError
+from kvpass.errors import CacheFullError, StaleHandleError
 from kvpass.ops import unpack as _unpack  # noqa: F401  (registers the op)
+from kvpass.ops.append import row_ends
 
 
 class PackedKV(Tensor):
@@ -27,6 +28,7 @@ class PackedKV(Tensor):
     Attributes:
         plan: how the tokens are stored.
         codes, params, window, ends: the state, see `kvpass.ops.pack.empty_state`.
+        written: where the last segment ends, as the host knows it.
     """
 
     plan: TensorPlan
@@ -34,6 +36,7 @@ class PackedKV(Tensor):
     params: Tensor
     window: Tensor
     ends: Tensor
+    written: int
     # Shared by all handles on one storage: how many steps have extended it.
     _steps: list[int]
     _born: int
@@ -46,8 +49,10 @@ class PackedKV(Tensor):
         tokens: int,
         dtype: torch.dtype,
         stride: Sequence[int] | None = None,
+        written: int | None = None,
     ) -> PackedKV:
-        """Wraps ``state``, which holds ``tokens`` tokens of logical type ``dtype``."""
+        """Wraps ``state``, which stands for ``tokens`` tokens of logical type ``dtype``; the last
+        of its segments ends at ``written`` (``tokens`` by default)."""
         shaped = state[0] if plan.codec.identity else state[2]
         size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
         self: PackedKV = make_wrapper(cls, size, stride, dtype, shaped.device)
@@ -55,9 +60,10 @@ class PackedKV(Tensor):
         for name, tensor in zip(plan.state_names, state, strict=True):
             setattr(self, name, tensor)
         self._steps, self._born = [0], 0
+        self.written = tokens if written is None else written
         return self
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[TensorPlan, torch.dtype]]:
@@ -95,11 +101,13 @@ class PackedKV(Tensor):
         self.check()
         ends = [int(e) for e in self.ends[0].tolist()]
         exact = 8 * self.dtype.itemsize
+        tokens = ends[-1] if self.plan.room is not None else self.shape[2]
         if self.plan.codec.identity:
             bits = float(exact)
         else:
-            packed = self.plan.codec.bits_per_element() * ends[0]
-            bits = (packed + exact * (ends[1] - ends[0])) / max(ends[1], 1)
+            packed = max(0, tokens - (ends[1] - ends[0]))
+            bits = self.plan.codec.bits_per_element() * packed + exact * (tokens - packed)
+            bits /= max(tokens, 1)
         return bits + 8 * self.ends.nbytes / max(self.numel(), 1)
 
     @property
@@ -117,9 +125,29 @@ class PackedKV(Tensor):
                 "its storage. Use the tensor that the cache holds now, or clone() before the step."
             )
 
-    def reserve(self, new: int) -> None:
-        """Makes room for a step of ``new`` tokens: capacity grows by a quarter at least."""
+    def reserve(self, new: int, after: int | None = None) -> None:
+        """Makes room for a step of ``new`` tokens: capacity grows by a quarter at least.
+
+        Args:
+            new: tokens of the step.
+            after: logical length after it; by default nothing slides out of it.
+
+        Raises:
+            CacheFullError: if a static cache has no room for them.
+        """
         tokens, plan = self.shape[2], self.plan
+        after = tokens + new if after is None else after
+        if plan.room is not None:
+            if self.written + new > plan.room:
+                raise CacheFullError(
+                    f"The static cache has room for {plan.room} tokens and holds {self.written}; "
+                    f"{new} more do not fit. Make it with a larger max_cache_len."
+                )
+            return
+        if plan.keep is not None:
+            if plan.capacity(after) > self.capacity:
+                self.grow(plan.capacity(after + after // 4))
+            return
         if plan.codec.identity:
             needed = tokens + new
         else:
@@ -137,27 +165,42 @@ class PackedKV(Tensor):
             shape = list(old.shape)
             shape[dim] = shape[dim] * capacity // before
             grown = old.new_empty(shape)
-            grown.narrow(dim, 0, old.shape[dim]).copy_(old)
+            if self.plan.keep is None:
+                grown.narrow(dim, 0, old.shape[dim]).copy_(old)
+            else:
+                self._move_ring(old, grown, dim, before)
             setattr(self, name, grown)
         self.mark_dynamic()
 
-    def extended(self, new: int) -> PackedKV:
-        """The handle after a step has stored ``new`` more tokens in place; this one becomes
-        stale."""
+    def _move_ring(self, old: Tensor, grown: Tensor, dim: int, capacity: int) -> None:
+        """Copies the tokens that newer ones have not overwritten to their slots in ``grown``; there
+        was room for ``capacity`` tokens."""
+        unit = capacity // old.shape[dim]
+        end = row_ends(self.ends)[0]
+        first = max(0, end - capacity)
+        rows = torch.arange(first // unit, end // unit, device=self.device)
+        kept = old.index_select(dim, rows % old.shape[dim])
+        grown.index_copy_(dim, rows % grown.shape[dim], kept)
+
+    def extended(self, new: int, after: int | None = None) -> PackedKV:
+        """The handle after a step has stored ``new`` more tokens in place, of logical length
+        ``after`` (by default nothing slides out of it); this one becomes stale."""
         b, h, tokens, d = self.shape
-        handle: PackedKV = make_wrapper(
-            PackedKV, (b, h, tokens + new, d), None, self.dtype, self.device
-        )
+        after = tokens + new if after is None else after
+        handle: PackedKV = make_wrapper(PackedKV, (b, h, after, d), None, self.dtype, self.device)
         # State, plan, age and Dynamo's marks; this runs per layer and step, so attribute by
         # attribute would be visible.
         handle.__dict__.update(self.__dict__)
+        handle.written += new
         self._steps[0] += 1
         handle._born = self._steps[0]
         return handle
 
     def mark_dynamic(self) -> None:
         """Tells Dynamo that length and capacity vary, so that one decode graph serves all of
-        them."""
+        them. Those of a static cache do not."""
+        if self.plan.room is not None:
+            return
         mark_dynamic(self, 2)
         for name, dim in native.token_dims(self.plan).items():
             mark_dynamic(getattr(self, name), dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -20,7 +20,10 @@ MAX_STEP = 16
 # 1.
 TILE = 128
 
-_PLAN = re.compile(r"(?P<codec>[^/]+)(/window=(?P<window>\d+),flush=(?P<flush>\d+))?")
+_PLAN = re.compile(
+    r"(?P<codec>[^/]+)(/window=(?P<window>\d+),flush=(?P<flush>\d+))?"
+    r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,34 @@ class Segment:
 class TensorPlan:
     """How one cache tensor (the keys or the values of one layer) is stored.
 
+    Attributes:
+        codec: of the tokens that have left the exact window.
+        residency: which those are.
+        keep: tokens that a sliding window leaves in the cache between two steps, None for all.
+            Token ``t`` is then stored at slot ``t % capacity``, so that whole groups leave by being
+            overwritten.
+        room: tokens of a static cache's buffer, None if the tensor grows. Its logical length is
+            always ``room``; tokens that are not written yet are zeros. ``keep`` is then one less:
+            where a static window is full, a new token takes the place of the oldest.
+
     Raises:
         PlanError: if whole groups of tokens cannot be packed at a time.
     """
 
     codec: Codec = FP
     residency: Residency = Residency()
+    keep: int | None = None
+    room: int | None = None
 
     def __post_init__(self) -> None:
+        if self.room is not None and self.keep != self.room - 1:
+            raise PlanError(f"room={self.room} needs keep={self.room - 1}, not keep={self.keep}.")
+        for name in ("keep", "room"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise PlanError(
+                    f"{name}={value!r} is not supported; allowed: a positive number of tokens."
+                )
         if self.residency.flush % self.codec.token_group:
             raise PlanError(
                 f"group {self.codec.token_group} of {self.codec} does not divide the residual of "
@@ -80,9 +103,12 @@ class TensorPlan:
             )
 
     def __str__(self) -> str:
-        if self.codec.identity:
-            return str(self.codec)
-        return f"{self.codec}/window={self.residency.window},flush={self.residency.flush}"
+        text = str(self.codec)
+        if not self.codec.identity:
+            text += f"/window={self.residency.window},flush={self.residency.flush}"
+        if self.keep is not None:
+            text += f"/keep={self.keep}"
+        return text if self.room is None else f"{text}/room={self.room}"
 
     @staticmethod
     @cache
@@ -95,9 +121,25 @@ class TensorPlan:
                 "'int2.channel32/window=0,flush=128'."
             )
         codec = Codec.parse(match["codec"])
-        if codec.identity:
-            return TensorPlan()
-        return TensorPlan(codec, Residency(int(match["window"]), int(match["flush"])))
+        residency = Residency()
+        if not codec.identity:
+            residency = Residency(int(match["window"]), int(match["flush"]))
+        keep, room = (int(match[name]) if match[name] else None for name in ("keep", "room"))
+        return TensorPlan(codec, residency, keep, room)
+
+    def sliding(self, keep: int) -> TensorPlan:
+        """This plan for a cache that keeps the last ``keep`` tokens.
+
+        The identity where the exact window would hold all of them: packing would only add to it.
+        """
+        if keep <= self.residency.window + self.residency.flush:
+            return TensorPlan(keep=keep)
+        return replace(self, keep=keep)
+
+    def visible(self, total: int, new: int) -> int:
+        """How many of ``total`` tokens the attention of a step that has added ``new`` can see: the
+        last ones."""
+        return total if self.keep is None else min(total, self.keep + new)
 
     @property
     def ring(self) -> int:
@@ -123,9 +165,29 @@ class TensorPlan:
         return math.lcm(TILE, self.codec.token_group)
 
     def capacity(self, tokens: int) -> int:
-        """Tokens to make room for when ``tokens`` are to be packed. ``tokens`` may be symbolic."""
+        """Tokens to make room for when ``tokens`` are to be packed. ``tokens`` may be symbolic.
+
+        Where a window slides: when ``tokens`` are to stay readable, which may begin and end within
+        a tile.
+        """
+        if self.keep is not None:
+            tokens = torch.sym_max(tokens, self.keep + MAX_STEP) + self.tile - 1
         tiles: int = torch.sym_max(-(-tokens // self.tile), 2)
         return tiles * self.tile
+
+    def logical(self, tokens: int) -> int:
+        """The logical length of a cache tensor after a first prompt of ``tokens``."""
+        if self.room is not None:
+            return self.room
+        return tokens if self.keep is None else min(tokens, self.keep)
+
+    def skipped(self, tokens: int) -> int:
+        """Of a first prompt's ``tokens``, how many whole flushes of the oldest no later step can
+        see. ``tokens`` may be symbolic."""
+        if self.keep is None:
+            return 0
+        beyond: int = torch.sym_max(tokens - (self.room or self.keep), 0)
+        return beyond // self.residency.flush * self.residency.flush
 
     def packed(self, tokens: int) -> int:
         """Of ``tokens`` that arrive at once, how many a prefill packs. ``tokens`` may be

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from torch.fx.node import map_arg
 from kvpass._torch import Size, inner_source, symbol_node, symbol_positions
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
-from kvpass.errors import GraphError
+from kvpass.errors import GraphError, UnmatchedGraphError
+from kvpass.graph.pattern import op_name
+from kvpass.graph.reads import changes
+from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
 
 ops = torch.ops.kvpass
@@ -34,23 +37,45 @@ class PlainOutput:
 
 @dataclass(frozen=True)
 class ExtendedOutput:
-    """The cache tensor of argument ``argument``, longer by ``new`` tokens."""
+    """The cache tensor of argument ``argument`` after ``new`` more tokens, of length ``tokens``."""
 
     argument: int
     new: Size
+    tokens: Size
 
 
 @dataclass(frozen=True)
 class FreshOutput:
-    """A cache tensor made of the results from ``first`` on, holding ``tokens`` tokens."""
+    """A cache tensor made of the results from ``first`` on, from ``new`` tokens.
+
+    ``stored`` is the plan by which they were packed.
+    """
 
     first: int
     plan: TensorPlan
-    tokens: Size
+    stored: TensorPlan
+    new: Size
     dtype: torch.dtype
 
 
 Output = PlainOutput | ExtendedOutput | FreshOutput
+
+
+@dataclass(frozen=True)
+class StaticStep:
+    """A static cache's tensor is extended in place by ``new`` tokens.
+
+    Attributes:
+        argument: which it is; None where the graph makes it.
+        new: tokens.
+        counter: the argument that says how many tokens are written; None for a window.
+        filled: how many tokens a window must hold before, or more where it is full.
+    """
+
+    argument: int | None
+    new: Size
+    counter: int | None
+    filled: Size | None
 
 
 @dataclass(frozen=True)
@@ -59,50 +84,87 @@ class Binding:
 
     Attributes:
         packed: positions of the packed arguments.
+        statics: static caches that are written.
+        masks: arguments that must hide what is not written yet of a static cache, and the latter.
         outputs: one per result of Dynamo's graph.
         examples: fake or real example arguments of the inner graph.
     """
 
     packed: tuple[int, ...]
+    statics: tuple[StaticStep, ...]
+    masks: tuple[tuple[int, int], ...]
     outputs: tuple[Output, ...]
     examples: tuple[Any, ...]
 
 
 def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
-    """Puts ``unpack`` between a packed tensor and every reader that cannot read it.
+    """Puts ``unpack`` between a packed tensor and every reader that cannot read it, and computes
+    what is asked of its size from the graph's symbols.
 
     Returns:
-        (packed node, reader) names of each.
+        (packed node, reader) names of each such reader.
     """
     found = []
-    for node in list(graph.nodes):
-        if not is_packed(node):
-            continue
-        readers = [u for u in node.users if u.target not in logical.LOGICAL and u.op != "output"]
-        for reader in readers:
-            if isinstance(reader.meta.get("example_value"), int | torch.SymInt):
-                _replace_size(reader)
-                continue
-            with graph.inserting_before(reader):
-                plain = graph.call_function(logical.unpack, (node,))
-            example = node.meta["example_value"]
-            plain.meta["example_value"] = (
-                example.decode() if isinstance(example, PackedKV) else example
-            )
-            reader.replace_input_with(node, plain)
-            found.append((node.name, reader.name))
+    for node in [node for node in graph.nodes if is_packed(node)]:
+        for reader in [user for user in node.users if _is_size(user)]:
+            _replace_size(reader)
+        found += [(node.name, reader.name) for reader in decode_in_front(node)]
     return found
+
+
+def unknown_readers(node: Node) -> list[Node]:
+    """What reads the packed tensor ``node``, not its size alone, and needs it plain; in order."""
+    known = (*logical.LOGICAL, "output")
+    return sorted(user for user in node.users if user.target not in known and not _is_size(user))
+
+
+def decode_in_front(node: Node) -> list[Node]:
+    """Lets all that cannot read the packed tensor ``node`` read what one ``unpack`` makes of it.
+
+    Returns:
+        Those readers.
+
+    Raises:
+        UnmatchedGraphError: if one of them would change the tensor in place.
+    """
+    readers = unknown_readers(node)
+    for change in changes(node):
+        raise UnmatchedGraphError(
+            f"The packed cache tensor {node.name} is changed in place by {op_name(change)} (at "
+            f"{change.name}), which is no known cache update. Begin with a new cache, and "
+            "without kvpass."
+        )
+    if readers:
+        with node.graph.inserting_before(readers[0]):
+            plain = node.graph.call_function(logical.unpack, (node,))
+        example = node.meta["example_value"]
+        plain.meta["example_value"] = example.decode() if isinstance(example, PackedKV) else example
+        for reader in readers:
+            reader.replace_input_with(node, plain)
+    return readers
+
+
+def _is_size(reader: Node) -> bool:
+    sizes = reader.target == "size" and len(reader.args) == 1 and not reader.kwargs
+    return sizes or isinstance(reader.meta.get("example_value"), int | torch.SymInt)
 
 
 def _replace_size(reader: Node) -> None:
     """Computes what ``reader`` asks of a packed tensor (``numel``, say) from the graph's
     symbols."""
-    graph = reader.graph
-    with graph.inserting_before(reader):
-        size = symbol_node(graph, reader.meta["example_value"])
-    for user in list(reader.users):
-        user.args = map_arg(user.args, lambda n: size if n is reader else n)
-        user.kwargs = map_arg(user.kwargs, lambda n: size if n is reader else n)
+    for part in list(reader.users):
+        if op_name(part) == "getitem" and _is_size(part):
+            _replace_size(part)
+    graph, value = reader.graph, reader.meta["example_value"]
+    if reader.users:
+        with graph.inserting_before(reader):
+            whole = isinstance(value, tuple)
+            size = (
+                tuple(symbol_node(graph, v) for v in value) if whole else symbol_node(graph, value)
+            )
+        for user in list(reader.users):
+            user.args = map_arg(user.args, lambda n: size if n is reader else n)
+            user.kwargs = map_arg(user.kwargs, lambda n: size if n is reader else n)
     graph.erase_node(reader)
 
 
@@ -110,7 +172,7 @@ def is_packed(node: Node) -> bool:
     """Whether ``node`` stands for a packed cache tensor."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("example_value"), PackedKV)
-    return node.target is logical.append
+    return node.target in (logical.append, logical.slide)
 
 
 def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
@@ -129,7 +191,8 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
     for node in reversed(list(graph.nodes)):
         if node.target in logical.LOGICAL or node in binder.arguments:
             graph.erase_node(node)
-    return Binding(packed, outputs, examples)
+    masks = tuple((mask, argument) for argument, mask in binder.masks.items())
+    return Binding(packed, tuple(binder.statics), masks, outputs, examples)
 
 
 class _Binder:
@@ -140,6 +203,9 @@ class _Binder:
         self.state: dict[Node, list[Node]] = {}
         self.plans: dict[Node, TensorPlan] = {}
         self.arguments: dict[Node, int] = {}
+        self.positions = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+        self.statics: list[StaticStep] = []
+        self.masks: dict[int, int] = {}
         self.symbols = symbol_positions(graph)
 
     def bind_inputs(self, example_inputs: list[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
@@ -168,15 +234,21 @@ class _Binder:
                 self._append(node)
             elif node.target is logical.attention:
                 self._attention(node)
+            elif node.target is logical.slide:
+                (packed,) = node.args
+                assert isinstance(packed, Node)
+                self.state[node], self.plans[node] = self.state[packed], self.plans[packed]
             else:
                 self._unpack(node)
 
     def _append(self, node: Node) -> None:
-        past, new, plan = node.args
+        past, new, plan, *_ = node.args
         assert isinstance(plan, str)
         self.plans[node] = TensorPlan.parse(plan)
+        if (static := node.meta.get("static")) is not None:
+            self.statics.append(self._static_step(static))
         if past is None:
-            state = self._call(ops.pack.default, new, plan)
+            state = self._call(ops.pack.default, new, str(self._stored(node)))
             self.state[node] = [
                 self._with_example(self.graph.call_function(operator.getitem, (state, i)), value)
                 for i, value in enumerate(state.meta["example_value"])
@@ -186,16 +258,40 @@ class _Binder:
         self._call(ops.append.default, self.state[past], new, plan)
         self.state[node] = self.state[past]
 
+    def _static_step(self, update: StaticUpdate) -> StaticStep:
+        return StaticStep(
+            argument=None if update.past is None else self.positions[update.past],
+            new=Size(update.new.meta["example_value"].shape[2], self.symbols),
+            counter=None if update.counter is None else self.positions[update.counter],
+            filled=None if update.filled is None else Size(update.filled, self.symbols),
+        )
+
+    def _stored(self, node: Node) -> TensorPlan:
+        """The plan by which the first prompt of an ``append`` is packed."""
+        whole = len(node.args) > 3 and node.args[3]
+        return replace(self.plans[node], keep=None) if whole else self.plans[node]
+
     def _attention(self, node: Node) -> None:
-        q, keys, values, mask, scale = node.args
+        q, keys, values, mask, scale, *variant = node.args
         assert isinstance(keys, Node)
         assert isinstance(values, Node)
         plans = (str(self.plans[keys]), str(self.plans[values]))
         bound = self._call(
-            ops.attention.default, q, self.state[keys], self.state[values], mask, scale, *plans
+            ops.attention.default,
+            q,
+            self.state[keys],
+            self.state[values],
+            mask,
+            scale,
+            *plans,
+            *variant,
         )
         bound.meta = {**node.meta, "example_value": bound.meta["example_value"]}
         node.replace_all_uses_with(bound)
+        if (mask := node.meta.get("hidden_by")) is not None:
+            past = keys.args[0]
+            assert isinstance(past, Node)
+            self.masks[self.positions[past]] = self.positions[mask]
 
     def _unpack(self, node: Node) -> None:
         (packed,) = node.args
@@ -229,21 +325,26 @@ class _Binder:
                 outputs.append(PlainOutput(len(inner)))
                 inner.append(result)
             elif result in self.arguments:
-                outputs.append(ExtendedOutput(self.arguments[result], Size(0)))
+                tokens = Size(result.meta["example_value"].shape[2], self.symbols)
+                outputs.append(ExtendedOutput(self.arguments[result], Size(0), tokens))
             else:
                 outputs.append(self._packed_output(result, inner))
         output.args = (tuple(inner),)
         return tuple(outputs)
 
     def _packed_output(self, result: Node, inner: list[Any]) -> Output:
-        past, new, _ = result.args
+        tokens = Size(result.meta["example_value"].shape[2], self.symbols)
+        while result.target is logical.slide:
+            (result,) = result.all_input_nodes
+        past, new, *_ = result.args
         assert isinstance(new, Node)
         example = new.meta["example_value"]
-        tokens = Size(example.shape[2], self.symbols)
+        count = Size(example.shape[2], self.symbols)
         if past is None:
             first = len(inner)
             inner.extend(self.state[result])
-            return FreshOutput(first, self.plans[result], tokens, example.dtype)
+            plan, stored = self.plans[result], self._stored(result)
+            return FreshOutput(first, plan, stored, count, example.dtype)
         if not isinstance(past, Node) or past not in self.arguments:
             raise GraphError(f"{result.name} appends to {past}, which is not a cache argument.")
-        return ExtendedOutput(self.arguments[past], tokens)
+        return ExtendedOutput(self.arguments[past], count, tokens)

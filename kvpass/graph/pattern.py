@@ -46,17 +46,35 @@ class Op:
 _BINARY = ("input", "other")
 OPS: dict[str, Op] = {
     "add": Op((operator.add, operator.iadd, torch.add, "add", "add_"), _BINARY, commutative=True),
+    "baddbmm": Op(
+        (torch.baddbmm, "baddbmm"),
+        ("input", "batch1", "batch2", "beta", "alpha"),
+        (("beta", 1), ("alpha", 1)),
+    ),
     "cat": Op((torch.cat, torch.concat), ("tensors", "dim"), (("dim", 0),)),
+    "contiguous": Op(("contiguous",), ("input",)),
     "div": Op(
         (operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_"), _BINARY
     ),
     "dropout": Op((nnf.dropout,), ("input", "p", "training"), (("p", 0.5), ("training", True))),
     "expand": Op(("expand",), ("input",)),
+    "full": Op((torch.full,), ("size", "fill_value")),
+    "getattr": Op((getattr,), ("input", "name")),
     "getitem": Op((operator.getitem,), ("input", "index")),
     "linear": Op((LINEAR,), ("input", "weight", "bias"), (("bias", None),)),
-    "matmul": Op((torch.matmul, operator.matmul, "matmul"), _BINARY),
+    "logsumexp": Op(
+        (torch.logsumexp, "logsumexp"), ("input", "dim", "keepdim"), (("keepdim", False),)
+    ),
+    "masked_fill": Op(
+        (torch.masked_fill, "masked_fill", "masked_fill_"), ("input", "mask", "value")
+    ),
+    "matmul": Op((torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm"), _BINARY),
+    "max": Op((torch.max, "max", torch.maximum, "maximum"), _BINARY),
     "mul": Op((operator.mul, operator.imul, torch.mul, "mul", "mul_"), _BINARY, commutative=True),
-    "reshape": Op(("reshape", "view", torch.reshape), ("input",)),
+    "permute": Op((torch.permute, "permute"), ("input",)),
+    "reshape": Op(
+        ("reshape", "view", torch.reshape, torch.flatten, "flatten", "unflatten"), ("input",)
+    ),
     "repeat_interleave": Op(
         (torch.repeat_interleave, "repeat_interleave"),
         ("input", "repeats", "dim"),
@@ -73,11 +91,29 @@ OPS: dict[str, Op] = {
             ("enable_gqa", False),
         ),
     ),
+    "sigmoid": Op((torch.sigmoid, "sigmoid"), ("input",)),
     "softmax": Op((nnf.softmax, torch.softmax, "softmax"), ("input", "dim")),
-    "tensor": Op((torch.tensor,), ("data",)),
-    "to": Op(("to", "float", "type_as"), ("input",)),
-    "transpose": Op((torch.transpose, "transpose"), ("input", "dim0", "dim1")),
+    "sub": Op((operator.sub, operator.isub, torch.sub, "sub", "sub_"), _BINARY),
+    "tanh": Op((torch.tanh, "tanh"), ("input",)),
+    "tensor": Op((torch.tensor, torch.scalar_tensor), ("data",)),
+    "to": Op(("to", "float", "half", "bfloat16", "type", "type_as"), ("input",)),
+    "transpose": Op(
+        (torch.transpose, "transpose", torch.swapaxes, "swapaxes"), ("input", "dim0", "dim1")
+    ),
+    "unsqueeze": Op((torch.unsqueeze, "unsqueeze"), ("input", "dim")),
+    "where": Op((torch.where,), ("condition", "input", "other")),
 }
+_IN_PLACE = {
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.iand,
+    operator.ior,
+    operator.setitem,
+}
+# Keywords with which an operation is another one.
+_CHANGING = {"alpha", "rounding_mode"}
 _NAMES: dict[Any, str] = {target: name for name, op in OPS.items() for target in op.targets}
 
 
@@ -90,6 +126,15 @@ def op_name(node: Any) -> str:
             return _NAMES[node.target]
         return str(getattr(node.target, "__name__", node.target))
     return node.op
+
+
+def mutates(node: Node) -> bool:
+    """Whether ``node`` changes a tensor in place."""
+    if node.op == "call_function" and node.target in _IN_PLACE:
+        return True
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or "out" in node.kwargs or node.kwargs.get("inplace") is True
 
 
 def argument(node: Node, name: str) -> Any:
@@ -155,6 +200,8 @@ class Call(Pattern):
         if op_name(value) != self.op or not isinstance(value, Node):
             node = value if isinstance(value, Node) else None
             return Miss(f"{op_name(value)}, expected {self.op}", node, depth)
+        if extra := _CHANGING & value.kwargs.keys() - set(OPS[self.op].params):
+            return Miss(f"{self.op} with {min(extra)}", value, depth + 1)
         orders = [dict(self.arguments)]
         if OPS[self.op].commutative:
             swap = {"input": "other", "other": "input"}
@@ -211,3 +258,89 @@ def either(*alternatives: Pattern) -> Either:
 def furthest(misses: list[Miss]) -> Miss:
     """The miss that got deepest into its pattern; the first of equals."""
     return max(misses, key=lambda miss: miss.depth)
+
+
+@dataclass(frozen=True)
+class As(Pattern):
+    """Matches what ``pattern`` does, and remembers it by name."""
+
+    name: str
+    pattern: Pattern
+
+    def match(self, value: Any, found: Captures, depth: int = 0) -> Miss | None:
+        """See `Pattern.match`."""
+        miss = self.pattern.match(value, found, depth)
+        if miss is None:
+            found[self.name] = value
+        return miss
+
+
+@dataclass(frozen=True)
+class Items(Pattern):
+    """Matches a list or tuple, item by item."""
+
+    items: tuple[Pattern, ...]
+
+    def match(self, value: Any, found: Captures, depth: int = 0) -> Miss | None:
+        """See `Pattern.match`."""
+        if not isinstance(value, list | tuple) or len(value) != len(self.items):
+            return Miss(f"{value}, expected {len(self.items)} items", None, depth)
+        for pattern, item in zip(self.items, value, strict=True):
+            if miss := pattern.match(item, found, depth):
+                return miss
+        return None
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of step of a `Chain`.
+
+    Attributes:
+        name: of the step.
+        around: the pattern of the step, given that of the rest of the chain.
+        captures: the names that it captures itself.
+    """
+
+    name: str
+    around: Callable[[Pattern], Pattern]
+    captures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that a `Chain` has matched: its `Link`'s name, its node and what it captured."""
+
+    name: str
+    node: Node
+    found: Captures
+
+
+@dataclass(frozen=True)
+class Chain(Pattern):
+    """Matches ``end`` inside any number of links in any order.
+
+    The steps are captured as ``name``, a tuple from the end outwards.
+    """
+
+    name: str
+    end: Pattern
+    links: tuple[Link, ...]
+
+    def match(self, value: Any, found: Captures, depth: int = 0) -> Miss | None:
+        """See `Pattern.match`."""
+        misses = []
+        for link in self.links:
+            trial = dict(found)
+            miss = link.around(self).match(value, trial, depth)
+            if miss is None:
+                step = Step(link.name, value, {name: trial.pop(name) for name in link.captures})
+                trial[self.name] = (*trial[self.name], step)
+                found.update(trial)
+                return None
+            misses.append(miss)
+        trial = dict(found)
+        if miss := self.end.match(value, trial, depth):
+            return furthest([miss, *misses])
+        found.update(trial)
+        found[self.name] = ()
+        return None

@@ -83,7 +83,7 @@ def describe(report: GraphReport) -> str:
     ]
     by_path: dict[str, list[str]] = {}
     for event in report.events:
-        mark = "fired  " if event.fired else "REFUSED"
+        mark = "fired  " if event.fired else "REFUSED" if event.required else "left   "
         by_path.setdefault(event.path, []).append(f"{mark} {event.rule}: {event.detail}")
     for texts, group in groupby(by_path.items(), key=lambda item: item[1]):
         paths = [path or "(top level)" for path, _ in group]

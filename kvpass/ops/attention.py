@@ -13,7 +13,8 @@ from kvpass.ops.unpack import unpack
 
 SCHEMA = (
     "attention(Tensor q, Tensor[] keys, Tensor[] values, Tensor? mask, float scale, "
-    "str k_plan, str v_plan) -> Tensor"
+    "str k_plan, str v_plan, Tensor? sinks=None, bool causal=False, int window=0, "
+    "float softcap=0.0) -> Tensor"
 )
 
 
@@ -25,39 +26,102 @@ def attention(
     scale: float,
     k_plan: str,
     v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Reference of ``kvpass::attention``: decode, then dense attention.
 
-    The query heads that share a KV head are laid out as rows of one matrix; torch's ``enable_gqa``
-    would copy keys and values once per query head.
+    The step's ``n`` tokens have been appended; of the ``T`` tokens stored it sees the last ``L``,
+    see `TensorPlan.visible`: all of them unless a window slides. Query ``i`` stands at position
+    ``T - n + i``. The query heads that share a KV head are laid out as rows of one matrix; torch's
+    ``enable_gqa`` would copy keys and values once per query head.
 
     Args:
         q: ``[B, Hq, n, D]``; ``Hq`` a multiple of the KV heads ``H``.
         keys, values: states, see `kvpass.ops.pack.empty_state`.
-        mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, n, T]``; None: all
-        visible.
+        mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, n, L]`` (further
+            columns are not looked at: a static cache's mask covers its whole buffer); None: all
+            visible.
         scale: multiplies the scores.
         k_plan, v_plan: printed `TensorPlan`.
+        sinks: ``[Hq]``, one more score per head, which takes weight and has no value (gpt-oss).
+        causal: a query does not see later positions.
+        window: a query sees this many positions, its own counted, and none before; 0: all.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask; 0: they stay.
 
     Returns:
         ``[B, Hq, n, Dv]``, contiguous, in the dtype of ``q``.
     """
-    k = _dense(keys, k_plan, q.dtype)
-    v = _dense(values, v_plan, q.dtype)
-    b, heads, n, d = q.shape
+    n = q.shape[2]
+    k, v = _dense(keys, k_plan, n, q.dtype), _dense(values, v_plan, n, q.dtype)
+    b, heads, _, d = q.shape
     groups = heads // k.shape[1]
     rows = q.reshape(b, k.shape[1], groups * n, d)
+    mask = _bounded(mask, n, k.shape[2], causal, window, q.device)
     if mask is not None:
         mask = mask_rows(mask, k.shape[1], groups, n)
-    out = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    # SDPA takes no mask of higher precision than the query's (ALiBi in float32, say).
+    wide = mask is not None and mask.dtype not in (torch.bool, q.dtype)
+    if softcap or sinks is not None or wide:
+        columns = None if sinks is None else sinks.view(1, -1, 1, 1).expand(b, -1, n, 1)
+        if columns is not None:
+            columns = columns.reshape(b, k.shape[1], groups * n, 1)
+        out = _capped(rows, k, v, mask, scale, softcap, columns)
+    else:
+        out = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
     return out.reshape(b, heads, n, v.shape[3]).contiguous()
 
 
-def _dense(state: list[Tensor], plan: str, dtype: torch.dtype) -> Tensor:
-    tokens = row_ends(state[-1])[-1]
-    if TensorPlan.parse(plan).codec.identity:
-        return state[0][:, :, :tokens]
+def _dense(state: list[Tensor], plan: str, n: int, dtype: torch.dtype) -> Tensor:
+    p, total = TensorPlan.parse(plan), row_ends(state[-1])[-1]
+    if p.codec.identity and p.keep is None:
+        return state[0][:, :, :total]
+    tokens = p.visible(total, n)
     return unpack(state, tokens, plan, dtype)
+
+
+def _bounded(
+    mask: Tensor | None, n: int, length: int, causal: bool, window: int, device: torch.device
+) -> Tensor | None:
+    """``mask``, its first ``length`` columns, with what the bounds hide hidden too."""
+    if mask is not None:
+        mask = mask[..., :length]
+    if not causal and not window:
+        return mask
+    key = torch.arange(length, device=device)
+    query = (length - n + torch.arange(n, device=device)).unsqueeze(1)
+    seen = torch.ones(n, length, dtype=torch.bool, device=device)
+    if causal:
+        seen &= key <= query
+    if window:
+        seen &= key > query - window
+    if mask is None:
+        return seen.view(1, 1, n, length)
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+def _capped(
+    rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What SDPA has no arguments for; in float32."""
+    scores = rows.float() @ k.float().transpose(2, 3) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        hidden = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if hidden else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)], dim=3)
+    weights = torch.softmax(scores, dim=3)[..., : k.shape[2]]
+    return (weights @ v.float()).to(rows.dtype)
 
 
 def mask_rows(mask: Tensor, kv_heads: int, groups: int, n: int) -> Tensor:
@@ -75,6 +139,7 @@ def attention_fake(
     scale: float,
     k_plan: str,
     v_plan: str,
+    *_: object,
 ) -> Tensor:
     """Shape of `attention`."""
     like = values[0] if TensorPlan.parse(v_plan).codec.identity else values[2]

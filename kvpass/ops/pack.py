@@ -19,7 +19,8 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
         the model's dtype and ``W = D`` for the identity), params int32 (see `kvpass.cache.codec`),
         window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token ``t``, and ends, int32
         ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
-        ``ends[i-1] ... ends[i]``.
+        ``ends[i-1] ... ends[i]``, packed token ``t`` at slot ``t % C`` (``t`` itself, unless a
+        window slides).
     """
     b, h, _, d = new.shape
     codec, c = plan.codec, plan.capacity(tokens)
@@ -32,29 +33,44 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
     return [codes, params, new.new_empty((b, h, plan.ring, d)), ends]
 
 
+def ring_runs(start: int, count: int, ring: int) -> list[tuple[int, int, int]]:
+    """Where ``count`` tokens from position ``start`` on go in a ring of slots.
+
+    Returns:
+        Contiguous runs: (slot, offset of the first token, tokens). Tokens that later ones of them
+        overwrite are left out.
+    """
+    runs = []
+    offset = max(0, count - ring)
+    while offset < count:
+        slot = (start + offset) % ring
+        length = min(count - offset, ring - slot)
+        runs.append((slot, offset, length))
+        offset += length
+    return runs
+
+
 def write_packed(state: list[Tensor], plan: TensorPlan, start: int, x: Tensor) -> None:
     """Encodes tokens ``x`` ``[B, H, n, D]`` into the packed segment from position ``start`` on."""
-    codec, n = plan.codec, x.shape[2]
-    if codec.identity:
-        state[0][:, :, start : start + n] = x
-        return
-    words, params = codec.encode(x)
-    state[0][:, :, start : start + n] = words
-    if codec.axis == "channel":
-        g = codec.group
-        state[1][:, :, start // g : (start + n) // g] = params
-    else:
-        state[1][:, :, :, start : start + n] = params
+    codec, codes = plan.codec, state[0]
+    for slot, offset, n in ring_runs(start, x.shape[2], codes.shape[2]):
+        part = x[:, :, offset : offset + n]
+        if codec.identity:
+            codes[:, :, slot : slot + n] = part
+            continue
+        words, params = codec.encode(part)
+        codes[:, :, slot : slot + n] = words
+        if codec.axis == "channel":
+            g = codec.group
+            state[1][:, :, slot // g : (slot + n) // g] = params
+        else:
+            state[1][:, :, :, slot : slot + n] = params
 
 
 def write_window(window: Tensor, start: int, x: Tensor) -> None:
     """Stores tokens ``x`` exactly, from position ``start`` on, in the ring ``[B, H, ring, D]``."""
-    ring, n = window.shape[2], x.shape[2]
-    first = start % ring
-    head = min(n, ring - first)
-    window[:, :, first : first + head] = x[:, :, :head]
-    if head < n:
-        window[:, :, : n - head] = x[:, :, head:]
+    for slot, offset, n in ring_runs(start, x.shape[2], window.shape[2]):
+        window[:, :, slot : slot + n] = x[:, :, offset : offset + n]
 
 
 def pack(new: Tensor, plan: str) -> list[Tensor]:
@@ -65,9 +81,12 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
         plan: a printed `TensorPlan`.
 
     Returns:
-        The state, see `empty_state`: whole flushes packed, the rest exact in the window.
+        The state, see `empty_state`: whole flushes packed, the rest exact in the window. Where a
+        window slides, positions count from the oldest flush that it still touches.
     """
-    p, tokens = TensorPlan.parse(plan), new.shape[2]
+    p = TensorPlan.parse(plan)
+    new = new[:, :, p.skipped(new.shape[2]) :]
+    tokens = new.shape[2]
     packed = p.packed(tokens)
     state = empty_state(new, p, packed)
     write_packed(state, p, 0, new[:, :, :packed])
@@ -80,8 +99,8 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
 
 def pack_fake(new: Tensor, plan: str) -> list[Tensor]:
     """Shapes of `pack`."""
-    p = TensorPlan.parse(plan)
-    return empty_state(new, p, p.packed(new.shape[2]))
+    p, tokens = TensorPlan.parse(plan), new.shape[2]
+    return empty_state(new, p, p.packed(tokens - p.skipped(tokens)))
 
 
 define(SCHEMA, pack, pack_fake)

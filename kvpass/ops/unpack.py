@@ -8,6 +8,7 @@ from torch import Tensor
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops.append import read_window, row_ends
 from kvpass.ops.library import define
+from kvpass.ops.pack import ring_runs
 
 SCHEMA = "unpack(Tensor[] state, SymInt tokens, str plan, ScalarType dtype) -> Tensor"
 
@@ -17,7 +18,9 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
 
     Args:
         state: see `kvpass.ops.pack.empty_state`.
-        tokens: logical length ``T`` of the handle; equal to the last of the segment ends.
+        tokens: logical length ``T`` of the handle. The last of the segment ends, unless a window
+            slides (the last ``T`` tokens are wanted then) or the cache is static (what is not
+            written yet is zero).
         plan: a printed `TensorPlan`.
         dtype: of the result.
 
@@ -25,23 +28,40 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
         ``[B, H, T, D]``.
     """
     p = TensorPlan.parse(plan)
-    if p.codec.identity:
-        return state[0][:, :, :tokens].to(dtype, copy=True)
-    codes, params, window, ends = state
-    packed = min(row_ends(ends)[0], tokens)
-    out = window.new_empty((*window.shape[:2], tokens, window.shape[3]), dtype=dtype)
-    if packed:
-        used = slice_params(params, p, packed)
-        out[:, :, :packed] = p.codec.decode(codes[:, :, :packed], used, dtype)
-    out[:, :, packed:] = read_window(window, packed, tokens)
+    ends = row_ends(state[-1])
+    total = tokens if p.keep is None else ends[-1]
+    first = max(0, total - tokens)
+    like = state[0] if p.codec.identity else state[2]
+    out = like.new_empty((*like.shape[:2], tokens, like.shape[3]), dtype=dtype)
+    packed = min(ends[0], total)
+    if packed > first:
+        out[:, :, : packed - first] = read_packed(state, p, first, packed, dtype)
+    if not p.codec.identity:
+        exact = max(packed, first)
+        out[:, :, exact - first : total - first] = read_window(state[2], exact, total)
+    out[:, :, total - first :] = 0
     return out
 
 
-def slice_params(params: Tensor, plan: TensorPlan, packed: int) -> Tensor:
-    """The params of the first ``packed`` tokens."""
-    if plan.codec.axis == "channel":
-        return params[:, :, : packed // plan.codec.group]
-    return params[..., :packed]
+def read_packed(
+    state: list[Tensor], plan: TensorPlan, first: int, end: int, dtype: torch.dtype
+) -> Tensor:
+    """Packed tokens ``first ... end``, decoded."""
+    codes, codec = state[0], plan.codec
+    g, parts = codec.token_group, []
+    # From the beginning of a group: its tokens share their params.
+    start = first // g * g
+    for slot, _, n in ring_runs(start, end - start, codes.shape[2]):
+        words = codes[:, :, slot : slot + n]
+        if codec.identity:
+            parts.append(words.to(dtype))
+            continue
+        if codec.axis == "channel":
+            params = state[1][:, :, slot // g : (slot + n) // g]
+        else:
+            params = state[1][..., slot : slot + n]
+        parts.append(codec.decode(words, params, dtype))
+    return torch.cat(parts, dim=2)[:, :, first - start :]
 
 
 def unpack_fake(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:

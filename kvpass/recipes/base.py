@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from kvpass.cache.residency import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -30,6 +31,15 @@ class Recipe(ABC):
         Raises:
             PlanError: if the options do not fit these heads.
         """
+
+    def unknown_plan(self, path: str, dim: int) -> TensorPlan:
+        """The plan of a cache tensor of ``dim`` channels that is neither keys nor values of a known
+        attention: by default that of values, see `LayerPlan.unknown`.
+
+        Raises:
+            PlanError: if ``dim`` channels cannot be stored so.
+        """
+        return self.layer_plan(path, dim, dim).unknown(path, dim)
 
     def concern(self, query_heads: int, kv_heads: int) -> str | None:
         """Why this recipe may lose accuracy on a layer with these heads, or None."""

@@ -57,13 +57,19 @@ class Kivi(Recipe):
         codec = Codec(self.bits, "channel", 32 if self.group is None else self.group)
         return TensorPlan(codec, Residency(window=0, flush=self.residual))
 
+    def _values(self, group: int) -> TensorPlan:
+        return TensorPlan(Codec(self.bits, "token", group), Residency(self.residual, flush=1))
+
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """Keys per channel, values per token."""
         group = math.gcd(32, value_dim) if self.group is None else self.group
-        values = TensorPlan(Codec(self.bits, "token", group), Residency(self.residual, flush=1))
-        plan = LayerPlan(self._keys, values)
+        plan = LayerPlan(self._keys, self._values(group))
         plan.check(path, key_dim, value_dim)
         return plan
+
+    def unknown_plan(self, path: str, dim: int) -> TensorPlan:
+        """As values, in groups that divide ``dim``."""
+        return LayerPlan(values=self._values(self.group or 32)).unknown(path, dim)
 
     def concern(self, query_heads: int, kv_heads: int) -> str | None:
         """KIVI, section 4.2.1: multi-query attention needs 4 bits."""

@@ -7,13 +7,19 @@ from kvpass.graph.sites import find_sites, module_path
 from kvpass.rules.base import Context as Context
 from kvpass.rules.base import Event as Event
 from kvpass.rules.base import Rule as Rule
+from kvpass.rules.decode_reader import DecodeReader
 from kvpass.rules.fuse_attention import FuseAttention
+from kvpass.rules.mask_to_bounds import MaskToBounds
 from kvpass.rules.quantize_cache import QuantizeCache
+from kvpass.rules.quantize_static import QuantizeStatic
 from kvpass.rules.share_heads import ShareHeads
 
 RULES: list[Rule] = [
+    QuantizeStatic(),  # index_copy_(buffer, new)  ~  append(buffer, new), lossy as the next one
     QuantizeCache(),  # cat([past, new])  ~  append(past, new), the one lossy rule
     FuseAttention(),  # attention over a packed cache  =  kvpass.attention
+    MaskToBounds(),  # attention with a mask  =  attention with bounds and a simpler mask
+    DecodeReader(),  # f(packed)  =  f(unpack(packed))
     ShareHeads(),  # sdpa(q, repeat(K), repeat(V))  =  sdpa(q, K, V, enable_gqa=True)
 ]
 
@@ -36,7 +42,7 @@ def apply_rules(context: Context) -> list[Event]:
                 continue
             name, path = node.name, module_path(node)
             if isinstance(found, Miss):
-                events.append(Event(rule.name, name, path, False, str(found)))
+                events.append(Event(rule.name, name, path, False, str(found), rule.required))
             else:
                 detail = rule.rewrite(node, found, context)
                 events.append(Event(rule.name, name, path, True, detail))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from torch.fx import Graph, Node
 
+from kvpass.graph.masks import Masks
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.sites import Sites
 from kvpass.plan import LayerPlan
@@ -24,6 +26,7 @@ class Event:
         path: of the module that the node belongs to.
         fired: False if the rule refused.
         detail: what was done, or why it was refused and where.
+        required: whether a refusal leaves a part of the cache unpacked or decoded.
     """
 
     rule: str
@@ -31,6 +34,7 @@ class Event:
     path: str
     fired: bool
     detail: str
+    required: bool = True
 
 
 @dataclass
@@ -51,6 +55,11 @@ class Context:
     packed: dict[Node, Node] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
+    @cached_property
+    def masks(self) -> Masks:
+        """The analysis of the graph's masks, made when it is first asked for."""
+        return Masks(self.graph)
+
     def layer_plan(
         self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]
     ) -> LayerPlan:
@@ -61,9 +70,15 @@ class Context:
 
 
 class Rule(ABC):
-    """A local rewrite. Subclasses state their identity in a comment above the class."""
+    """A local rewrite. Subclasses state their identity in a comment above the class.
+
+    Attributes:
+        required: whether a refusal leaves a part of the cache unpacked or decoded; if not, it only
+            costs time, and is neither warned of nor against ``strict``.
+    """
 
     name: ClassVar[str]
+    required: ClassVar[bool] = True
 
     @abstractmethod
     def match(self, node: Node, context: Context) -> Captures | Miss | None:

@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
-from torch.fx import Node
+import operator
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from kvpass.graph.bind import unknown_readers
+from kvpass.graph.forms import AttentionSite
 from kvpass.graph.pattern import Captures, Miss, op_name
+from kvpass.graph.scores import MaskStep
+from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
 
-# What the forms of attention in `kvpass.graph.sites` are made of; none has a side effect there.
+# What the forms of attention in `kvpass.graph.forms` are made of; none has a side effect there.
 ERASABLE = {
     "add",
+    "amax",
+    "baddbmm",
+    "cat",
+    "contiguous",
     "div",
     "dropout",
     "expand",
+    "full",
+    "getattr",
     "getitem",
+    "masked_fill",
     "matmul",
+    "max",
     "mul",
+    "permute",
+    "repeat_interleave",
     "reshape",
     "sdpa",
     "softmax",
+    "sub",
 }
-ERASABLE |= {"to", "transpose"}
+ERASABLE |= {"logsumexp", "sigmoid", "tanh", "tensor", "to", "transpose", "unsqueeze", "where"}
+ERASABLE |= {"zeros"}
 
 
 # sdpa(q, repeat(K), repeat(V), mask, scale)                 =  attention(q, K, V, mask, scale)
 # softmax(q @ repeat(K)^T * scale + mask) @ repeat(V)        =  attention(q, K, V, mask, scale)
 #
 # where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads
-# sharing them.
+# sharing them. `kvpass.graph.scores` brings other scores into this form, with a soft cap and sinks
+# beside the mask.
 class FuseAttention(Rule):
     """Reads packed keys and values without decoding them first."""
 
@@ -40,25 +63,122 @@ class FuseAttention(Rule):
         if site is None:
             return None
         keys, values = (context.packed.get(cat) for cat in (site.keys, site.values))
-        if keys is None or values is None or keys > node or values > node:
+        if keys is None or values is None or not unknown_readers(keys):
+            # In a prefill what is packed is returned, and nothing reads it.
             return None
-        if site.causal and site.q.meta["example_value"].shape[2] != 1:
+        if site.miss is not None:
+            return site.miss
+        if site.causal and site.q.meta["example_value"].shape[-2] != 1:
             # torch's is_causal aligns the triangle top left, which hides the past.
             return Miss("is_causal with a filled cache and several new tokens", node)
-        return {"site": site, "keys": keys, "values": values}
+        hidden_by = None
+        static = context.sites.static(site.keys)
+        if static is not None and static.positions is not None:
+            hidden_by = _hider(site, static, context)
+            if hidden_by is None:
+                return Miss("the mask is not known to hide what is not written yet", node)
+        return {"site": site, "keys": keys, "values": values, "hidden_by": hidden_by}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """See the comment above the class."""
-        site = found["site"]
+        site: AttentionSite = found["site"]
         with context.graph.inserting_before(node):
-            fused = context.graph.call_function(
-                logical.attention, (site.q, found["keys"], found["values"], site.mask, site.scale)
-            )
+            fused = _fused(context.graph, site, found["keys"], found["values"])
         fused.meta = {**node.meta}
-        node.replace_all_uses_with(fused)
+        hidden_by = found["hidden_by"]
+        if hidden_by is not None and hidden_by.op == "placeholder":
+            # Data: looked at when the graph is called.
+            fused.meta["hidden_by"] = hidden_by
+        out = fused
+        if node.meta["example_value"].dim() == 3:
+            with context.graph.inserting_after(fused):
+                out = context.graph.call_method("flatten", (fused, 0, 1))
+            out.meta = {**node.meta}
+            fused.meta["example_value"] = node.meta["example_value"].unflatten(0, (-1, site.heads))
+        node.replace_all_uses_with(out)
+        sites = context.sites.attentions
+        sites[:] = [other.renamed(node, out) if other is not site else site for other in sites]
         erase_unread(node)
-        mask = "no mask" if site.mask is None else "mask tensor"
-        return f"{site.form} attention, {mask}, scale {site.scale:g}"
+        masked = site.mask is not None or site.mask_steps
+        extra = f", softcap {site.softcap:g}" if site.softcap else ""
+        extra += ", sinks" if site.sinks is not None else ""
+        mask = "mask tensor" if masked else "no mask"
+        return f"{site.form} attention, {mask}, scale {site.scale:g}{extra}"
+
+
+def _hider(site: AttentionSite, static: StaticUpdate, context: Context) -> Node | None:
+    """The mask that hides what is not written yet of a static cache: provably, or data."""
+    steps = [s.by for s in site.mask_steps if s.kind in ("add", "show")]
+    for mask in [site.mask, *steps]:
+        if mask is None:
+            continue
+        data = mask.op == "placeholder" and mask.meta["example_value"].shape[-1] == static.room
+        assert static.positions is not None
+        if data or context.masks.hides_unwritten(mask, static.positions):
+            return mask
+    return None
+
+
+def _fused(graph: Graph, site: AttentionSite, keys: Node, values: Node) -> Node:
+    q, sinks = site.q, site.sinks
+    if q.meta["example_value"].dim() == 3:
+        q = _call(graph, torch.unflatten, q, 0, (-1, site.heads))
+    if sinks is not None:
+        sinks = _call(graph, torch.flatten, sinks)
+    mask = site.mask if site.mask is not None else _mask(graph, site)
+    arguments = (q, keys, values, mask, site.scale, sinks, False, 0, site.softcap)
+    plain = sinks is None and not site.softcap
+    return graph.call_function(logical.attention, arguments[:5] if plain else arguments)
+
+
+def _mask(graph: Graph, site: AttentionSite) -> Node | None:
+    """The mask that ``site.mask_steps`` make; additive, or bool where that says the same."""
+    mask: Node | None = None
+    for step in site.mask_steps:
+        if step.kind == "mul" and mask is not None:
+            mask = _call(graph, operator.mul, mask, step.fill)
+        elif step.kind == "floor" and mask is not None:
+            mask = _call(graph, torch.clamp, mask, step.fill)
+        elif step.by is not None:
+            by = _four_dimensional(graph, step.by, step.joined, site.heads)
+            mask = _masked(graph, mask, by, step, alone=len(site.mask_steps) == 1)
+    return mask
+
+
+def _masked(graph: Graph, mask: Node | None, by: Node, step: MaskStep, alone: bool) -> Node:
+    """``mask`` (zeros if None) with ``by`` added, or hidden or shown where it says so."""
+    if step.kind == "add":
+        return by if mask is None else _call(graph, operator.add, mask, by)
+    if alone and step.fill == -torch.inf:
+        # Rows that are hidden as a whole are NaN in either form.
+        return by if step.kind == "show" else _call(graph, torch.logical_not, by)
+    if mask is None:
+        mask = _call(graph, "new_zeros", by, (), dtype=step.dtype)
+    elif mask.meta["example_value"].dtype != step.dtype:
+        mask = _call(graph, "to", mask, step.dtype)
+    low = _call(graph, "new_full", by, (), step.fill, dtype=step.dtype)
+    shown = (mask, low) if step.kind == "show" else (low, mask)
+    return _call(graph, torch.where, by, *shown)
+
+
+def _four_dimensional(graph: Graph, x: Node, joined: bool, heads: int) -> Node:
+    if joined:
+        return _call(graph, torch.unflatten, x, 0, (-1, heads))
+    missing = 4 - x.meta["example_value"].dim()
+    return _call(graph, operator.getitem, x, (None,) * missing) if missing else x
+
+
+def _call(graph: Graph, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
+    """A call with its example value, found by running it on the arguments' examples. ``target`` is
+    a function or the name of a tensor's method."""
+    values = map_arg(args, lambda n: n.meta["example_value"])
+    if isinstance(target, str):
+        node = graph.call_method(target, args, kwargs)
+        node.meta["example_value"] = getattr(values[0], target)(*values[1:], **kwargs)
+    else:
+        node = graph.call_function(target, args, kwargs)
+        node.meta["example_value"] = target(*values, **kwargs)
+    return node
 
 
 def erase_unread(node: Node) -> None:
@@ -67,7 +187,7 @@ def erase_unread(node: Node) -> None:
     Narrower than the graph's own dead-code elimination, which takes mutating methods for pure ones.
     Every node reached here belongs to the attention that was replaced, up to what others read too.
     """
-    if node.users or node.op == "placeholder" or op_name(node) not in ERASABLE:
+    if node._erased or node.users or op_name(node) not in ERASABLE:
         return
     inputs = node.all_input_nodes
     node.graph.erase_node(node)

@@ -6,46 +6,63 @@ from torch.fx import Node
 
 from kvpass.cache.residency import MAX_STEP, TensorPlan
 from kvpass.graph.pattern import Captures, Miss
-from kvpass.graph.sites import AttentionSite, CacheUpdate, nearest_miss
+from kvpass.graph.reads import changes, last_reader
+from kvpass.graph.updates import CacheUpdate
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
+from kvpass.rules.storage import storage
 
 
 # cat([past, new], -2)  ~  append(past, new)
 #
 # The one lossy rule: tokens that have left the exact window come back rounded by their codec. A
 # step of up to MAX_STEP tokens reads what was appended. A longer one (a prefill) attends exactly:
-# its own attention keeps reading the plain cat, and the append moves behind it, so that only one
-# layer's plain keys and values live.
+# what reads it keeps reading the plain cat, and the append moves behind the last of that, so that
+# only one layer's plain keys and values live. Where the cache keeps the last tokens of the cat, so
+# does the packed one.
 class QuantizeCache(Rule):
     """Keeps the cache packed."""
 
     name = "quantize_cache"
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
-        """Applies to every cache update whose attention is understood."""
+        """Applies to every cache update that is understood, whatever reads it."""
         update = context.sites.updates.get(node)
         if update is None:
             return context.sites.strange.get(node)
-        if node not in context.sites.roles:
-            return nearest_miss(node, context.sites)
-        role, site = context.sites.roles[node]
-        return {"update": update, "role": role, "site": site}
+        if changes(node):
+            return Miss("the updated cache tensor is changed in place", node)
+        if update.past is not None:
+            kept = update.past.meta["example_value"].plan.keep
+            if kept != update.keep:
+                return Miss(f"the cache keeps {kept} tokens, its update {update.keep}", update.kept)
+            # A filled cache goes on as it was begun; an empty one follows the recipe.
+            role, _ = context.sites.roles.get(node, ("unknown", None))
+            return {"update": update, "role": role, "plan": update.past.meta["example_value"].plan}
+        found = storage(update.new, node, context)
+        if isinstance(found, Miss):
+            return found
+        role, plan = found
+        plan = plan if update.keep is None else plan.sliding(update.keep)
+        return {"update": update, "role": role, "plan": plan}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """See the comment above the class."""
-        update, site = found["update"], found["site"]
-        plan = _plan(update, found["role"], site, context)
+        update, plan = found["update"], found["plan"]
         n = update.new.meta["example_value"].shape[2]
         if update.packed and n <= MAX_STEP:
             with context.graph.inserting_before(node):
                 packed = _append(update, plan, context)
             node.replace_all_uses_with(packed)
             context.graph.erase_node(node)
+            if update.kept is not node:
+                with context.graph.inserting_before(update.kept):
+                    _return(_slide(packed, update, context), update, context)
         else:
-            with context.graph.inserting_after(site.root):
+            with context.graph.inserting_after(last_reader(node)):
                 packed = _append(update, plan, context)
-            context.graph.output_node().replace_input_with(node, packed)
+            with context.graph.inserting_after(packed):
+                _return(_slide(packed, update, context), update, context)
             if update.packed:
                 with context.graph.inserting_before(node):
                     past = context.graph.call_function(logical.unpack, (update.past,))
@@ -58,18 +75,24 @@ class QuantizeCache(Rule):
         return f"{found['role']} {plan}"
 
 
+def _slide(packed: Node, update: CacheUpdate, context: Context) -> Node:
+    """What the cache keeps of ``packed``."""
+    if update.kept is update.cat or update.past is None:
+        return packed
+    slid = context.graph.call_function(logical.slide, (packed,))
+    slid.meta = {**update.kept.meta}
+    return slid
+
+
+def _return(packed: Node, update: CacheUpdate, context: Context) -> None:
+    context.graph.output_node().replace_input_with(update.kept, packed)
+    if not update.kept.users:
+        context.graph.erase_node(update.kept)
+
+
 def _append(update: CacheUpdate, plan: TensorPlan, context: Context) -> Node:
-    packed = context.graph.call_function(logical.append, (update.past, update.new, str(plan)))
+    whole = plan.keep is not None and update.kept is update.cat
+    args = (update.past, update.new, str(plan), whole)
+    packed = context.graph.call_function(logical.append, args if whole else args[:3])
     packed.meta = {**update.cat.meta}
     return packed
-
-
-def _plan(update: CacheUpdate, role: str, site: AttentionSite, context: Context) -> TensorPlan:
-    """A filled cache goes on as it was begun; an empty one follows the recipe."""
-    if update.past is not None:
-        past: TensorPlan = update.past.meta["example_value"].plan
-        return past
-    q, k, v = (node.meta["example_value"] for node in (site.q, site.keys, site.values))
-    heads = (int(q.shape[1]), int(k.shape[1]))
-    layer = context.layer_plan(site.path, int(k.shape[3]), int(v.shape[3]), heads)
-    return layer.keys if role == "keys" else layer.values

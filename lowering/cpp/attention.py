@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvpass.cache.residency import TensorPlan
 from lowering.cpp.constants import DTYPES, constants_of, decline_device, pointers
 from lowering.cpp.library import decline_compiler, load_function, native_lanes
 from lowering.layouts import decline_formats, decline_gaps, exact_tokens
@@ -18,8 +19,8 @@ _EXP2 = (0.0013266971, 0.00967546, 0.055507425, 0.24022122, 0.69314694, 1.000000
 # Query rows of a pass: their sums, and those of the tokens beside them, fill the registers.
 _MOST_ROWS = 4
 _FEWEST_LANES = 4
-_ARGUMENTS = struct.Struct("11P15qd")
-_MASKS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
+_ARGUMENTS = struct.Struct("12P19q2d")
+_KINDS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 _NO_MASK = (0, 0, 0, 0, 0)
 
 Function = Callable[[bytes], None]
@@ -33,12 +34,16 @@ def supports(
     scale: float,
     k_plan: str,
     v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention``, or None."""
     k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
-    if reason := decline_formats(q, k, v, v_plan):
+    if reason := decline_formats(q, k, v, k_plan, v_plan):
         return reason
-    if mask is not None and mask.dtype not in _MASKS:
+    if mask is not None and mask.dtype not in _KINDS:
         return f"the mask is {mask.dtype}"
     k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
     for plan, dim in ((k_plan, k_dim), (v_plan, v_dim)):
@@ -101,6 +106,10 @@ def attention(
     scale: float,
     k_plan: str,
     v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As `kvpass.ops.attention.attention`, for arguments that `supports` takes.
 
@@ -112,16 +121,21 @@ def attention(
     v_dim = v_codes.shape[3] if len(values) == 2 else values[2].shape[3]
     if q.stride(3) != 1:
         q = q.contiguous()
+    if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
+        sinks = sinks.float().contiguous()
     function = _function(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k_codes))
     out = q.new_empty((batch, heads, queries, v_dim))
     function(
         _ARGUMENTS.pack(
             q.data_ptr(), *pointers(keys), *pointers(values),
-            0 if mask is None else mask.data_ptr(), out.data_ptr(),
+            0 if mask is None else mask.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
             batch, kv_heads, heads // kv_heads * queries, queries,
             k_codes.shape[2], v_codes.shape[2], q.stride(0), q.stride(1), q.stride(2),
             *(_NO_MASK if mask is None else _mask_layout(mask)),
-            torch.get_num_threads(), scale,
+            0 if sinks is None else _KINDS[sinks.dtype],
+            causal, window, TensorPlan.parse(k_plan).keep or 0,
+            torch.get_num_threads(), scale, softcap,
         )
     )  # fmt: skip
     return out
@@ -130,4 +144,4 @@ def attention(
 def _mask_layout(mask: Tensor) -> tuple[int, ...]:
     """Kind and strides; a broadcast dimension has stride 0."""
     strides = (s if n != 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True))
-    return (_MASKS[mask.dtype], *strides)
+    return (_KINDS[mask.dtype], *strides)

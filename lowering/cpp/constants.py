@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
-from lowering.layouts import interpreted
+from lowering.layouts import interpreted, unbounded
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -20,13 +20,14 @@ class Constants:
     """One cache tensor as the templates see it.
 
     Attributes:
-        name: the printed plan.
+        name: the printed plan, without how many tokens it keeps or has room for.
         dim: channels of a head.
         bits: per code; 16 for tokens stored as they are.
         group: tokens or channels that share a scale; 0 for 16 bits.
         by_token: groups are channels of one token, not tokens of one channel.
         window, flush: see `kvpass.cache.residency.Residency`.
         ring: slots of the exact window; 0 for 16 bits.
+        sliding: the token at position ``t`` is stored at slot ``t % capacity``.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Constants:
     window: int
     flush: int
     ring: int
+    sliding: bool = False
 
     @property
     def packed(self) -> bool:
@@ -66,8 +68,8 @@ def constants_of(plan: str, dim: int) -> Constants:
     p = TensorPlan.parse(plan)
     codec, residency = p.codec, p.residency
     return Constants(
-        str(p), dim, codec.bits, codec.group, codec.axis == "token",
-        residency.window, residency.flush, p.ring,
+        str(unbounded(p)), dim, codec.bits, codec.group, codec.axis == "token",
+        residency.window, residency.flush, p.ring, p.keep is not None,
     )  # fmt: skip
 
 

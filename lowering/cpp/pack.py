@@ -13,6 +13,7 @@ from kvpass.cache.residency import TensorPlan
 from kvpass.ops.pack import empty_state
 from lowering.cpp.constants import decline_device, pointers
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
+from lowering.layouts import unbounded
 
 _ARGUMENTS = struct.Struct("4P3qP6q")
 
@@ -20,18 +21,24 @@ _ARGUMENTS = struct.Struct("4P3qP6q")
 def supports(new: Tensor, plan: str) -> str | None:
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
     return decline_device(new) or decline_compiler(
-        "pack", **tensor_parameters(plan, int(new.shape[3]), new.dtype)
+        "pack", **_parameters(plan, int(new.shape[3]), new.dtype)
     )
+
+
+def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
+    """Those of a plan that keeps all tokens: a first prompt has room for what is packed of it."""
+    return tensor_parameters(str(unbounded(TensorPlan.parse(plan))), dim, dtype)
 
 
 @cache
 def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None]:
-    return load_function("pack", **tensor_parameters(plan, dim, dtype))
+    return load_function("pack", **_parameters(plan, dim, dtype))
 
 
 def pack(new: Tensor, plan: str) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
     p = TensorPlan.parse(plan)
+    new = new[:, :, p.skipped(new.shape[2]) :]
     batch, heads, count, dim = new.shape
     packed = p.packed(count)
     state = empty_state(new, p, packed)

@@ -138,7 +138,7 @@ def test_sliding_windows_are_refused(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "mistral", "sliding_window": 16}))
     assert main(["bench", "memory", "--config", str(file)]) == 2
-    assert "layers that kvpass does not pack" in capsys.readouterr().err
+    assert "layers that do not keep all tokens" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -17,6 +17,8 @@ from kvpass.bench.models import Shape
 from kvpass.bench.timing import Contender, measure
 from kvpass.cli import main
 from kvpass.errors import OptionError
+from lowering.heuristics import AttentionSizes
+from lowering.tuning import Tuned, Workload
 
 CPU = torch.device("cpu")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -31,11 +33,11 @@ def checks(recipe="kivi-2bit", wanted=None, dtype=torch.float16):
 def test_reference_passes(recipe, dtype):
     found = checks(recipe, dtype=dtype)
     assert [c for c in found if not c.passed] == []
-    assert {c.name.split()[0] for c in found} == {"pack", "append", "attention"}
+    assert {c.name.split()[0] for c in found} == {"pack", "append", "attention", "unpack"}
     assert 0 <= worst(found) <= 1
 
 
-@pytest.mark.parametrize("op", ["pack", "append", "attention"])
+@pytest.mark.parametrize("op", ["pack", "append", "attention", "unpack"])
 def test_a_wrong_kernel_is_caught(op, monkeypatch):
     real = kernel_checks.provider
 
@@ -103,6 +105,31 @@ def test_the_attention_part(monkeypatch):
     assert gpu._attention(CPU, 1, 130) == ("not run: too little memory", [], True)
 
 
+def test_the_sizes_part(monkeypatch):
+    assert gpu._sizes() == ("nothing was measured", [], True)
+    sizes = {"part": 32, "edge_tile": 32, "columns": 8, "edge_splits": 1, "warps": 1}
+    table = AttentionSizes(tile=64, splits=16, **sizes)
+    chosen = AttentionSizes(tile=128, splits=16, **sizes)
+    workload = Workload("fp", "fp", 128, 128, torch.float16, 8, 4, 4, 4096)
+    found = [
+        Tuned(workload, table, chosen, 0.3, 0.25),
+        Tuned(workload, table, table, 0.3, 0.3),
+        Tuned(workload, table, chosen, None, 0.25),
+    ]
+    monkeypatch.setattr(gpu, "tunings", lambda: found)
+    text, rows, right = gpu._sizes()
+    assert not right
+    assert text.splitlines() == [
+        "fp, fp B=8 T=4096: tile 64 -> 128; 1.20 x the table's speed",
+        "fp, fp B=8 T=4096: as in the table; 1.00 x the table's speed",
+        "fp, fp B=8 T=4096: tile 64 -> 128; no time for the table's",
+    ]
+    assert [row["gain"] for row in rows] == [0.3 / 0.25, 1.0, None]
+    assert json.dumps(rows, default=str)
+    found.pop()
+    assert gpu._sizes()[2]
+
+
 def test_the_decode_part(monkeypatch):
     """Without time or memory for all layers there are a quarter of them."""
     tiny = Shape(4, 64, 96, 4, 2, None, 128)
@@ -120,7 +147,7 @@ def test_the_kernels_part(monkeypatch):
     monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
     text, rows, right = gpu._kernels(CPU, torch.float16, 64)
     assert not right
-    assert "kivi-2bit: 0 of 27 right" in text
+    assert "kivi-2bit: 0 of 37 right" in text
     assert "WRONG pack keys fp float16 D=64 T=1: served by" in text
     assert json.dumps(rows)
 
@@ -174,8 +201,8 @@ def test_a_graph_is_timed_per_call(monkeypatch):
 
 def test_parts_are_complete():
     names = [name.split()[0] for name, _ in gpu._parts(CPU, 0.0)]
-    assert list(dict.fromkeys(names)) == ["subnormals", "kernels", "attention", "decode"]
-    assert len(names) == 1 + 3 + 6 + 1
+    assert list(dict.fromkeys(names)) == ["subnormals", "kernels", "attention", "sizes", "decode"]
+    assert len(names) == 1 + 3 + 6 + 1 + 1
 
 
 @pytest.mark.parametrize("capability", [80, 90])

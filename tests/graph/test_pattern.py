@@ -11,13 +11,18 @@ from torch.fx import Graph, symbolic_trace
 
 from kvpass.graph.pattern import (
     OPS,
+    As,
     Capture,
+    Chain,
     Is,
+    Items,
+    Link,
     Miss,
     argument,
     call,
     either,
     furthest,
+    mutates,
     op_name,
 )
 
@@ -50,6 +55,15 @@ def last(function):
         (lambda x, y: nnf.scaled_dot_product_attention(x, y, y), "sdpa"),
         (lambda x, y: nnf.linear(x, y), "linear"),
         (lambda x, y: torch.tanh(x), "tanh"),
+        (lambda x, y: torch.bmm(x, y), "matmul"),
+        (lambda x, y: x.baddbmm(y, y), "baddbmm"),
+        (lambda x, y: torch.maximum(x, y), "max"),
+        (lambda x, y: x.masked_fill(y, 0), "masked_fill"),
+        (lambda x, y: torch.where(x, y, 0), "where"),
+        (lambda x, y: x.flatten(0, 1), "reshape"),
+        (lambda x, y: x.swapaxes(0, 1), "transpose"),
+        (lambda x, y: x.mT, "getattr"),
+        (lambda x, y: x.type(torch.float32), "to"),
         (lambda x, y: x.erf(), "erf"),
     ],
 )
@@ -156,3 +170,84 @@ def test_defaults_name_parameters():
     for op in OPS.values():
         assert {name for name, _ in op.defaults} <= set(op.params)
         assert not op.commutative or op.params == ("input", "other")
+
+
+SCALED = Chain(
+    "steps",
+    As("product", call("matmul", input=Capture("a"))),
+    (
+        Link("cast", lambda x: call("to", input=x)),
+        Link("mul", lambda x: call("mul", input=x, other=Capture("by", int)), ("by",)),
+        Link("add", lambda x: call("add", input=x, other=Capture("by")), ("by",)),
+    ),
+)
+
+
+def test_a_chain_remembers_its_steps_from_the_end_outwards():
+    node, nodes = last(lambda x, y: (y + (x @ y) * 2).float() * 3)
+    found = {}
+    assert SCALED.match(node, found) is None
+    assert found["a"] is nodes["x"]
+    assert found["product"] is nodes["matmul"]
+    steps = [(step.name, step.found.get("by")) for step in found["steps"]]
+    assert steps == [("mul", 2), ("add", nodes["y"]), ("cast", None), ("mul", 3)]
+    assert [step.node for step in found["steps"]][-1] is node
+    assert found.keys() == {"a", "product", "steps"}
+
+
+def test_a_chain_of_its_end_alone():
+    found = {}
+    assert SCALED.match(last(lambda x, y: x @ y)[0], found) is None
+    assert found["steps"] == ()
+
+
+def test_a_chain_misses_where_it_got_furthest():
+    node, nodes = last(lambda x, y: (x.sin() * 2 + y).float())
+    found = {}
+    miss = SCALED.match(node, found)
+    assert found == {}
+    assert miss == Miss("sin, expected matmul", nodes["sin"], 3)
+
+
+def test_items():
+    node, nodes = last(lambda x, y: torch.cat([x, y], -1))
+    both = call("cat", tensors=Items((Capture("a"), Capture("b"))))
+    found = {}
+    assert both.match(node, found) is None
+    assert found == {"a": nodes["x"], "b": nodes["y"]}
+    miss = call("cat", tensors=Items((Capture("a"),))).match(node, {})
+    assert miss == Miss("[x, y], expected 1 items", node, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x, y: torch.add(x, y, alpha=2), "add with alpha"),
+        (lambda x, y: torch.div(x, y, rounding_mode="floor"), "div with rounding_mode"),
+    ],
+)
+def test_keywords_that_make_another_operation(function, name):
+    node, _ = last(function)
+    op = name.split()[0]
+    assert call(op, input=Capture("a")).match(node, {}) == Miss(name, node, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.add_(1), True),
+        (lambda x: torch.relu_(x), True),
+        (lambda x: nnf.relu(x, inplace=True), True),
+        (lambda x: torch.exp(x, out=x), True),
+        (lambda x: x.add(1), False),
+        (lambda x: nnf.relu(x), False),
+    ],
+)
+def test_changes_in_place(function, expected):
+    assert mutates(last(function)[0]) is expected
+
+
+@pytest.mark.parametrize("target", [operator.iadd, operator.setitem, operator.imul])
+def test_operators_that_change_in_place(target):
+    graph = Graph()
+    assert mutates(graph.call_function(target, (graph.placeholder("x"), 1)))

@@ -12,6 +12,7 @@ from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._guards import TracingContext, tracing
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 from kvpass.ops.pack import pack_fake
@@ -109,6 +110,29 @@ def provider(op, name):
     return next(p for p in PROVIDERS[op] if p.name == name)
 
 
+@pytest.mark.parametrize("plan", ["fp", KEYS, VALUES])
+def test_unpack_on_a_gpu(plan):
+    """A second prompt meets the packed past decoded; its length may be symbolic."""
+    graph, mode = torch.fx.Graph(), FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        x = torch.empty(1, 2, 256, 64, dtype=torch.float16, device="cuda")
+        state = pack_fake(x, plan)
+        tokens = mode.shape_env.create_unbacked_symint()
+    nodes = []
+    for i, value in enumerate((*state, tokens)):
+        nodes.append(graph.placeholder(f"x_{i}"))
+        nodes[-1].meta["example_value"] = value
+    arguments = (nodes[:-1], nodes[-1], plan, torch.float16)
+    node = graph.call_function(torch.ops.kvpass.unpack.default, arguments)
+    assert lower(graph) == [Choice("unpack", node.name, "triton", (("cpp", ON_GPU),))]
+    with mode:
+        out = node.target(state, tokens, plan, torch.float16)
+    assert out.shape == (1, 2, tokens, 64)
+    assert provider("unpack", "triton").supports(state, 5, plan, torch.float32) == (
+        "tokens are wanted as torch.float32, those of the cache are torch.float16"
+    )
+
+
 def test_state_with_gaps_is_declined():
     with FakeTensorMode():
         x = torch.empty(1, 2, 256, 64, dtype=torch.float16, device="cuda")
@@ -139,6 +163,13 @@ def test_kernels_are_inlined_and_only_written_tensors_count_as_mutated(monkeypat
         return make_boxed_func(module.forward)
 
     graph = decode_graph(mode)
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        keys = graph.find_nodes(op="placeholder")[:4]
+        plain = graph.call_function(
+            torch.ops.kvpass.unpack.default, (keys, 257, KEYS, torch.float16)
+        )
+    output.args = ((*output.args[0], plain),)
     lower(graph)
     inputs = [n.meta["example_value"] for n in graph.nodes if n.op == "placeholder"]
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())
@@ -149,6 +180,7 @@ def test_kernels_are_inlined_and_only_written_tensors_count_as_mutated(monkeypat
     assert [n.kwargs["tensors_to_clone"] for n in launches] == [
         *[["codes", "params", "window"], ["ends"]] * 2,
         ["partial", "statistics"],
+        ["out"],
         ["out"],
     ]
 

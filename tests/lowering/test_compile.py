@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
+import torch
 
 from kvpass._torch import FakeTensorMode
 from kvpass.errors import KernelError
-from lowering import inspection
-from lowering.launch import Launch
+from kvpass.ops.pack import pack_fake
+from lowering import inspection, unpack
+from lowering.launch import Launch, record_launches
 from lowering.layer import layer_launches
 
 PRESETS = {
@@ -21,17 +26,26 @@ TARGETS = [(64, 80), (128, 90)]
 MOST_REGISTERS = 255
 
 
-def launches(plans: tuple[str, str], head_dim: int) -> list[Launch]:
+# What a layer with a sliding window, a cap and sinks needs beside its `PRESETS`.
+KEEP = "/keep=1023"
+VARIANT = {"causal": True, "window": 1024, "softcap": 30.0, "with_sinks": True}
+
+
+def launches(plans: tuple[str, str], head_dim: int, **variant: Any) -> list[Launch]:
     """What one layer launches in a prompt and in a decode step."""
+    dims = {"key_dim": head_dim, "value_dim": head_dim}
     with FakeTensorMode():
-        return layer_launches(*plans, key_dim=head_dim, value_dim=head_dim, heads_per_group=4)
+        return layer_launches(*plans, **dims, heads_per_group=4, **variant)
 
 
 @pytest.mark.parametrize(("head_dim", "capability"), TARGETS)
+@pytest.mark.parametrize("sliding", [False, True], ids=["full", "sliding"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_preset_compiles_without_spills(preset, head_dim, capability, capsys):
+def test_preset_compiles_without_spills(preset, sliding, head_dim, capability, capsys):
+    plans = tuple(plan + KEEP if sliding else plan for plan in PRESETS[preset])
+    variant = VARIANT if sliding else {}
     reports = [
-        inspection.inspect_launch(x, capability) for x in launches(PRESETS[preset], head_dim)
+        inspection.inspect_launch(x, capability) for x in launches(plans, head_dim, **variant)
     ]
     with capsys.disabled():
         for r in reports:
@@ -43,6 +57,39 @@ def test_preset_compiles_without_spills(preset, head_dim, capability, capsys):
     split = next(r for r in reports if r.name == "attention_split")
     assert split.tensor_core_instructions > 0
     assert split.instructions["I2F"] == 0
+
+
+@pytest.mark.parametrize("capability", inspection.CAPABILITIES)
+@pytest.mark.parametrize(("codec", "head_dim"), [
+    ("int2.channel128", 80), ("int4.token16", 80), ("int8.token32", 96), ("int8.channel64", 256),
+])  # fmt: skip
+def test_unpack_compiles_without_spills(codec, head_dim, capability):
+    """Pad lanes, a scale for each lane, and the widest tiles, in fp32."""
+    report = inspection.inspect_launch(unpack_launch(codec, head_dim, torch.float32), capability)
+    assert not report.spills
+    assert report.instructions["I2F"] == report.instructions["I2FP"] == 0
+
+
+@pytest.mark.parametrize("capability", inspection.CAPABILITIES)
+def test_unpack_rounds_to_bf16(capability):
+    """To nearest, as the reference does; Triton's interpreter, which truncates, cannot show it."""
+    report = inspection.inspect_launch(
+        unpack_launch("int4.channel32", 64, torch.bfloat16), capability
+    )
+    roundings = set(re.findall(r"F2FP\S*", report.sass))
+    assert roundings
+    assert not [name for name in roundings if ".RZ" in name or "BF16" not in name]
+
+
+def unpack_launch(codec: str, head_dim: int, dtype: torch.dtype) -> Launch:
+    """The launch that decodes a state of 4097 tokens."""
+    plan = f"{codec}/window=0,flush=128"
+    with FakeTensorMode(), record_launches() as recorded:
+        x = torch.empty(1, 8, 4097, head_dim, dtype=dtype, device="cuda")
+        state = pack_fake(x, plan)
+        assert unpack.supports(state, 4097, plan, dtype) is None
+        unpack.unpack(state, 4097, plan, dtype)
+    return recorded[0]
 
 
 def test_the_disassembler_is_missing(monkeypatch):

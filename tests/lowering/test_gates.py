@@ -40,6 +40,21 @@ BOUNDS = {
 }
 
 
+KIVI = (
+    ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
+    ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
+)
+BOUNDED = {"causal": True, "window": 1024}
+CAPPED = {"softcap": 30.0, "with_sinks": True}
+# The same for variants of attention: what plans keep, arguments, and a bound for each of `KIVI`.
+VARIANTS = {
+    "bounds": ("", BOUNDED, (2.05, 2.28)),
+    "cap and sinks": ("", CAPPED, (2.31, 2.55)),
+    "sliding": ("/keep=1023", {}, (2.36, 2.59)),
+    "all": ("/keep=1023", BOUNDED | CAPPED, (2.62, 2.85)),
+}
+
+
 def budget(plans: tuple[str, str], capability: int) -> float:
     k, v = (layout_of(plan, HEAD_DIM) for plan in plans)
     return instruction_budget(k, v, capability)
@@ -70,9 +85,23 @@ def test_budget(plans, expected):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("plans", BOUNDS, ids="-".join)
 def test_main_loop(plans, capability):
+    check_main_loop(plans, capability, BOUNDS[plans])
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("preset", range(len(KIVI)), ids=["kivi-2bit", "kivi-4bit"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_main_loop_of_variants(name, preset, capability):
+    keep, variant, bounds = VARIANTS[name]
+    plans = KIVI[preset][0] + keep, KIVI[preset][1] + keep
+    assert bounds[preset] <= budget(plans, capability)
+    check_main_loop(plans, capability, bounds[preset], **variant)
+
+
+def check_main_loop(plans, capability, bound, **variant):
     with FakeTensorMode():
         launches = layer_launches(
-            *plans, key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS_PER_GROUP
+            *plans, key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS_PER_GROUP, **variant
         )  # fmt: skip
     (launch,) = (x for x in launches if x.step_elements)
     report = inspect_launch(launch, capability)
@@ -82,7 +111,7 @@ def test_main_loop(plans, capability):
     # Codes become numbers by masking; what is read was copied to shared memory ahead of its use.
     assert report.main_loop["I2F"] == report.main_loop["I2FP"] == 0
     assert report.main_loop["LDG"] == 0
-    assert report.per_element <= BOUNDS[plans]
+    assert report.per_element <= bound
 
 
 SASS = """

@@ -94,76 +94,128 @@ def test_a_plan_that_does_not_fit_is_an_error():
         run(attend, [20], bad)
 
 
-def softcapped(q, k, v, layer):
+def changed(q, k, v, layer):
     keys, values = layer.update(k, v)
-    keys, values = (
-        x[:, :, None].expand(1, 2, 2, -1, 16).reshape(1, 4, -1, 16) for x in (keys, values)
-    )
-    scores = torch.matmul(q, keys.transpose(2, 3)) * 0.25
-    scores = torch.tanh(scores / 30.0) * 30.0
-    return torch.matmul(nnf.softmax(scores, dim=-1), values)
+    return nnf.scaled_dot_product_attention(q, keys, values.mul_(2.0), enable_gqa=True)
 
 
-def dropped(q, k, v, layer):
+def changed_in_part(q, k, v, layer):
     keys, values = layer.update(k, v)
-    keys, values = (
-        x[:, :, None].expand(1, 2, 2, -1, 16).reshape(1, 4, -1, 16) for x in (keys, values)
-    )
-    weights = nnf.softmax(torch.matmul(q, keys.transpose(2, 3)) * 0.25, dim=-1)
-    weights = nnf.dropout(weights, p=0.0, training=True)
-    return torch.matmul(weights, values)
+    values[:, :, :, :2].zero_()
+    return nnf.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
 
-def dropped_sdpa(q, k, v, layer):
-    keys, values = layer.update(k, v)
-    return nnf.scaled_dot_product_attention(q, keys, values, dropout_p=1e-9, enable_gqa=True)
-
-
-def flat_mask(q, k, v, layer):
-    keys, values = layer.update(k, v)
-    mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool)
-    return nnf.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
-
-
-def swapped(q, k, v, layer):
-    keys, _ = layer.update(k, v)
-    return nnf.scaled_dot_product_attention(q, keys, v, enable_gqa=True)
-
-
-REFUSED = {
-    "soft-capping": (softcapped, "tanh, expected matmul (at tanh)"),
-    "dropout": (dropped, "True, expected no dropout (at weights_1)"),
-    "sdpa dropout": (dropped_sdpa, "1e-09, expected no dropout (at scaled_dot_product_attention)"),
-    "mask": (flat_mask, "the mask is not four-dimensional (at mask)"),
-    "other values": (
-        swapped,
-        "values come from placeholder, not from a cache update (at l_v_)",
-    ),
-}
-
-
-@pytest.mark.parametrize(("function", "reason"), REFUSED.values(), ids=REFUSED)
-def test_refuses_and_the_graph_runs_unchanged(function, reason):
+@pytest.mark.parametrize("function", [changed, changed_in_part])
+def test_refuses_a_cache_that_is_changed_in_place(function):
+    torch._dynamo.reset()
     (record,) = run(function, [20])
-    assert record.fired("quantize_cache") == 0
-    assert record.fired("fuse_attention") == 0
-    assert record.refused() == [("quantize_cache", reason)] * 2
-    assert record.after.code == record.before.code
+    reason = "the updated cache tensor is changed in place (at values)"
+    assert record.refused() == [("quantize_cache", reason)]
+    assert record.fired("quantize_cache") == 1
 
 
-def test_a_sliced_cat_is_left_alone():
-    model = tiny_model("mistral", layers=1, sliding_window=8)
-    recorder = Recorder(recipe("kivi-2bit"))
+def copied_from(q, k, v, layer):
+    keys, values = layer.update(k, v)
+    both = keys.new_empty(keys.shape)
+    both[:, :, :, :8].copy_(keys[:, :, :, :8])
+    both[:, :, :, 8:].copy_(values[:, :, :, :8])
+    return nnf.scaled_dot_product_attention(q, both, values, enable_gqa=True)
+
+
+def test_a_cache_may_be_copied_from_in_place():
+    for record in run(copied_from, [20, 3]):
+        assert record.refused() == []
+        assert record.fired("quantize_cache") == 2
+
+
+def latent(q, k, v, layer):
+    """Multi-head latent attention in small: "keys" are projected, "values" expanded."""
+    keys, values = layer.update(k[:, :1], v[:, :1, :, :6])
+    projected = nnf.linear(keys, torch.ones(10, 16) / 16)
+    both = torch.cat([projected, values], dim=-1).expand(-1, 4, -1, -1)
+    return nnf.scaled_dot_product_attention(q, both, both)
+
+
+def test_tensors_of_unknown_meaning_are_packed_per_token():
+    records = run(latent, [20, 3, 20, 1], recipe("kivi-2bit", group=8, residual=8))
+    for record in records:
+        # Six channels at four bits do not fill whole words.
+        problem = "head_dim 6 at 4 bits does not fill whole 16-bit words (at values)"
+        reason = f"The cache of layer '' cannot be stored as int4.token2: {problem}"
+        assert record.refused() in ([("quantize_cache", reason)], [])
+        assert details(record)[-1] == "unknown int4.token8/window=8,flush=1"
+    assert records[0].refused() != []
+
+
+def test_a_prefill_packs_behind_the_last_reader():
+    (prefill,) = run(latent, [20], recipe("fp"))
+    names = [node.name for node in prefill.after.graph.nodes]
+    assert prefill.fired("quantize_cache") == 2
+    append = prefill.after.graph.find_nodes(op="call_function", target=logical.append)
+    assert all(names.index(a.name) > names.index("projected") for a in append)
+    assert prefill.fired("decode_reader") == 0
+
+
+def shared(q, k, v, layer):
+    """Two attentions over one update."""
+    keys, values = layer.update(k, v)
+    first = nnf.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+    return nnf.scaled_dot_product_attention(first, keys, values, enable_gqa=True)
+
+
+def test_every_attention_over_one_update_is_fused():
+    prefill, decode, verify = run(shared, [20, 1, 3], recipe("kivi-2bit", group=8, residual=8))
+    names = [str(node.target) for node in prefill.after.graph.nodes]
+    last = max(i for i, name in enumerate(names) if "scaled_dot_product" in name)
+    assert [i for i, name in enumerate(names) if "append" in name and i < last] == []
+    for record in (decode, verify):
+        assert record.fired("fuse_attention") == 2
+        assert not record.after.graph.find_nodes(op="call_function", target=logical.unpack)
+
+
+def test_a_window_slides():
+    model = tiny_model("mistral", layers=1, sliding_window=24)
+    recorder = Recorder(recipe("kivi-2bit", group=8, residual=8))
     model.forward = torch.compile(model.forward, backend=recorder)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        for n in (20, 1):
+        for n in (30, *[1] * 40, 20, 5):
             model(prompt(1, n), past_key_values=cache)
-            recorder.records[-1].check(atol=0)
-    assert len(recorder.records) == 2
+            recorder.records[-1].check(atol=2e-6)
+            assert cache.layers[0].keys.shape[2] == 23
     for record in recorder.records:
-        assert record.sites.updates == {}
-        reasons = [reason for _, reason in record.refused()]
-        assert len(reasons) == 2
-        assert all("the cache keeps a slice of the updated tensor" in r for r in reasons)
-        assert record.after.code == record.before.code
+        assert record.fired("quantize_cache") == 2
+        assert record.refused() == []
+        assert details(record) == [
+            "keys int2.channel8/window=0,flush=8/keep=23",
+            "values int2.token8/window=8,flush=1/keep=23",
+        ]
+        decoded = record.after.graph.find_nodes(op="call_function", target=logical.unpack)
+        assert not (decoded and record.fired("fuse_attention"))
+
+
+def test_a_window_within_the_exact_one_is_kept_as_it_is():
+    model = tiny_model("mistral", layers=1, sliding_window=16)
+    recorder = Recorder(recipe("kivi-2bit", group=8, residual=16))
+    model.forward = torch.compile(model.forward, backend=recorder)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for n in (30, *[1] * 20):
+            model(prompt(1, n), past_key_values=cache)
+            recorder.records[-1].check(atol=2e-6)
+    assert details(recorder.records[-1]) == ["keys fp/keep=15", "values fp/keep=15"]
+
+
+def keep_all_but_the_first(q, k, v, layer):
+    keys, values = layer.update(k, v)
+    layer.keys, layer.values = keys[:, :, 1:], values[:, :, 1:]
+    return nnf.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+
+def test_another_part_of_the_cat_is_left_alone():
+    (record,) = run(keep_all_but_the_first, [20])
+    assert record.sites.updates == {}
+    reasons = [reason for _, reason in record.refused()]
+    assert len(reasons) == 2
+    assert all("a part of the updated tensor, not its last tokens" in r for r in reasons)
+    assert record.after.code == record.before.code

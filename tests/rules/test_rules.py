@@ -24,8 +24,11 @@ def attend(q, k, v, layer):
 
 def test_order_of_the_built_in_rules():
     assert [rule.name for rule in rules.RULES] == [
+        "quantize_static",
         "quantize_cache",
         "fuse_attention",
+        "mask_to_bounds",
+        "decode_reader",
         "share_heads",
     ]
 
@@ -64,7 +67,10 @@ def test_registering_a_name_again_replaces_the_rule():
 
     assert [rule.name for rule in rules.RULES] == [
         "quantize_cache",
+        "quantize_static",
         "fuse_attention",
+        "mask_to_bounds",
+        "decode_reader",
         "share_heads",
     ]
     (record,) = run(attend, [20])

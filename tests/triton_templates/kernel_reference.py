@@ -24,28 +24,46 @@ def keys_like(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype,
     return (x * spread + torch.randn(batch, heads, 1, dim, generator=g)).to(dtype)
 
 
-def live_slots(state: list[Tensor], plan: str) -> Tensor:
-    """The ring's slots that hold the exact tokens, oldest first."""
-    packed, total = state[-1][0].tolist()
-    return torch.arange(packed, total) % TensorPlan.parse(plan).ring
-
-
-def poison(state: list[Tensor], plan: str) -> list[Tensor]:
-    """Overwrites, in place, everything that no token of the state lives in."""
+def live_slots(state: list[Tensor], plan: str, new: int = 0) -> tuple[Tensor, Tensor]:
+    """The slots of the packed segment, and of the exact window's ring, that hold the tokens which a
+    step of ``new`` tokens sees once it is stored; oldest first."""
     p = TensorPlan.parse(plan)
-    packed = int(state[-1][0, 0])
+    packed, total = int(state[-1][0, 0]), int(state[-1][0, -1])
+    first = total - p.visible(total, new)
+    slots = torch.arange(first, max(first, packed)) % state[0].shape[2]
+    exact = torch.arange(max(first, packed), total)
+    return slots, exact % p.ring if p.ring else exact
+
+
+def poison(state: list[Tensor], plan: str, new: int = 0) -> list[Tensor]:
+    """Overwrites, in place, everything that no token of `live_slots` lives in."""
+    p = TensorPlan.parse(plan)
+    slots, exact = live_slots(state, plan, new)
+    dead = torch.ones(state[0].shape[2], dtype=torch.bool)
+    dead[slots] = False
     if p.codec.identity:
-        state[0][:, :, packed:] = float("nan")
+        state[0][:, :, dead] = float("nan")
         return state
-    state[0][:, :, packed:] = POISON_WORD
+    state[0][:, :, dead] = POISON_WORD
     if p.codec.axis == "channel":
-        state[1][:, :, packed // p.codec.group :] = NAN_PARAMS
+        state[1][:, :, dead.view(-1, p.codec.group).all(1)] = NAN_PARAMS
     else:
-        state[1][..., packed:] = NAN_PARAMS
-    dead = torch.ones(p.ring, dtype=torch.bool)
-    dead[live_slots(state, plan)] = False
-    state[2][:, :, dead] = float("nan")
+        state[1][..., dead] = NAN_PARAMS
+    unused = torch.ones(p.ring, dtype=torch.bool)
+    unused[exact] = False
+    state[2][:, :, unused] = float("nan")
     return state
+
+
+def spoil(state: list[Tensor], plan: str, stop: int) -> None:
+    """Makes packed tokens before ``stop``, whole groups of them, decode to NaN."""
+    p = TensorPlan.parse(plan)
+    if p.codec.identity:
+        state[0][:, :, :stop] = float("nan")
+    elif p.codec.axis == "channel":
+        state[1][:, :, : stop // p.codec.group] = NAN_PARAMS
+    else:
+        state[1][..., :stop] = NAN_PARAMS
 
 
 def kivi(bits: int, group: int = 32) -> tuple[str, str]:
@@ -57,7 +75,8 @@ def kivi(bits: int, group: int = 32) -> tuple[str, str]:
 
 
 def states(plans, tokens, *, dim=64, heads=1, batch=1, dtype=torch.float16, steps=()):
-    """Poisoned keys and values after a prompt of ``tokens`` and ``steps`` of new tokens.
+    """Poisoned keys and values after a prompt of ``tokens`` and ``steps`` of new tokens; what the
+    last of them sees is intact.
 
     ``dim``: channels of keys and values, or of each.
     """
@@ -68,21 +87,21 @@ def states(plans, tokens, *, dim=64, heads=1, batch=1, dtype=torch.float16, step
         for i, n in enumerate(steps):
             new = keys_like(batch, heads, n, dim, dtype, 10 + 2 * i + seed)
             torch.ops.kvpass.append(state, new, plan)
-        made.append(poison(state, plan))
+        made.append(poison(state, plan, steps[-1] if steps else 0))
     return made
 
 
 def written(state: list[Tensor], plan: str) -> list[Tensor]:
     """The parts of a state that tokens live in, to be compared bit for bit."""
     p = TensorPlan.parse(plan)
-    packed = int(state[-1][0, 0])
+    slots, exact = live_slots(state, plan)
     if p.codec.identity:
-        return [state[0][:, :, :packed], state[-1]]
+        return [state[0][:, :, slots], state[-1]]
     if p.codec.axis == "channel":
-        params = state[1][:, :, : packed // p.codec.group]
+        params = state[1][:, :, (slots // p.codec.group).unique()]
     else:
-        params = state[1][..., :packed]
-    return [state[0][:, :, :packed], params, state[2][:, :, live_slots(state, plan)], state[-1]]
+        params = state[1][..., slots]
+    return [state[0][:, :, slots], params, state[2][:, :, exact], state[-1]]
 
 
 def dense_attention(
@@ -93,20 +112,35 @@ def dense_attention(
     scale: float,
     k_plan: str,
     v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention in float64 over the decoded cache."""
-    tokens = int(keys[-1][0, -1])
+    total, n = int(keys[-1][0, -1]), q.shape[2]
+    tokens = TensorPlan.parse(k_plan).visible(total, n)
     k = torch.ops.kvpass.unpack(keys, tokens, k_plan, torch.float32).double()
     v = torch.ops.kvpass.unpack(values, tokens, v_plan, torch.float32).double()
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q.double() @ k.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores.masked_fill(~mask[..., :tokens], float("-inf"))
     elif mask is not None:
-        scores = scores + mask.double()
+        scores = scores + mask[..., :tokens].double()
+    key, query = torch.arange(tokens), torch.arange(tokens - n, tokens).unsqueeze(1)
+    if causal:
+        scores = scores.masked_fill(key > query, float("-inf"))
+    if window:
+        scores = scores.masked_fill(key <= query - window, float("-inf"))
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
     # A row that sees nothing is zero, as in torch's safe softmax.
-    return scores.softmax(-1).nan_to_num(0.0) @ v
+    return scores.softmax(-1).nan_to_num(0.0)[..., :tokens] @ v
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

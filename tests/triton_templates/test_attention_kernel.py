@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lowering.attention import attention, supports
+from lowering.attention import attend, attention, supports
+from lowering.heuristics import attention_candidates, attention_sizes
+from lowering.launch import record_launches
+from lowering.layouts import layout_of
 from tests.triton_templates.kernel_reference import (
     dense_attention,
     keys_like,
     kivi,
     poison,
     relative_error,
+    spoil,
     states,
 )
 
@@ -30,14 +36,14 @@ TOLERANCE = {
 EXACT_FP32_TOLERANCE = 2e-6
 
 
-def check(plans, keys, values, q, mask=None, tolerance=None):
+def check(plans, keys, values, q, mask=None, tolerance=None, **variant):
     scale = q.shape[3] ** -0.5
     arguments = (q, keys, values, mask, scale, *plans)
-    assert supports(*arguments) is None
-    got = attention(*arguments)
+    assert supports(*arguments, **variant) is None
+    got = attention(*arguments, **variant)
     assert got.dtype == q.dtype
     assert got.is_contiguous()
-    error = relative_error(got, dense_attention(*arguments))
+    error = relative_error(got, dense_attention(*arguments, **variant))
     assert error <= (tolerance or TOLERANCE[q.dtype]), error
 
 
@@ -136,6 +142,26 @@ def test_query_rows(heads, n):
     check(plans, keys, values, query(1, heads, n, 64), causal)
 
 
+@pytest.mark.parametrize("heads", [4, 12])
+@pytest.mark.parametrize("plans", [kivi(2), kivi(4), ("fp", "fp")], ids=str)
+def test_every_size_that_is_tried(plans, heads):
+    """Recorded, then run, as when they are measured."""
+    keys, values = states(plans, 1290)
+    q = query(1, heads, 1, 64)
+    arguments = (q, keys, values, None, 0.125, *plans)
+    expected = dense_attention(*arguments)
+    k, v = (layout_of(plan, 64) for plan in plans)
+    table = attention_sizes(k, v, heads, 1, keys[0].shape[2], q)
+    # Warps and stages mean nothing to the interpreter.
+    tried = {replace(s, warps=1, stages=2): s for s in attention_candidates(table, k, v)}
+    for sizes in tried.values():
+        with record_launches() as launches:
+            got = attend(sizes, *arguments)
+        for launch in launches:
+            launch.run()
+        assert relative_error(got, expected) <= TOLERANCE[q.dtype], sizes
+
+
 def test_batch_and_kv_heads():
     plans = kivi(4)
     check(plans, *states(plans, 150, batch=2, heads=2), query(2, 4, 1, 64))
@@ -179,6 +205,61 @@ def test_masks(name):
     plans = kivi(4)
     keys, values = states(plans, 180, batch=2, heads=2)
     check(plans, keys, values, query(2, 4, 2, 64), masks()[name])
+
+
+VARIANTS = {
+    "causal": {"causal": True},
+    "window": {"window": 100},
+    "causal-window": {"causal": True, "window": 37},
+    "window-of-one": {"causal": True, "window": 1},
+    "wide-window": {"causal": True, "window": 10**6},
+    "softcap": {"softcap": 4.0},
+    "sinks": {"sinks": torch.linspace(-3, 5, 8)},
+    "sinks-bf16": {"sinks": torch.linspace(-3, 5, 8).bfloat16()},
+    "sinks-fp64": {"sinks": torch.linspace(-3, 5, 8).double()},
+    "all": {"sinks": torch.linspace(-3, 5, 8), "causal": True, "window": 350, "softcap": 8.0},
+}
+
+
+@pytest.mark.parametrize("plans", [kivi(2), kivi(4), ("fp", "fp"), ("fp", kivi(4)[1])], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, plans):
+    """Alone and with a mask, for as many new tokens as there are of the last prompt or step."""
+    g = torch.Generator().manual_seed(3)
+    for prompt, n in ((16, 16), (300, 1), (650, 5)):
+        keys, values = states(plans, prompt, steps=(n,), heads=2)
+        hidden = torch.rand(1, 1, n, prompt + n, generator=g) > 0.2
+        for mask in (None, hidden):
+            check(plans, keys, values, query(1, 8, n, 64), mask, **VARIANTS[name])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "n"), [(2, 2, 3), (7, 1, 3), (4, 1, 10), (2, 1, 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_variants_of_query_rows(heads, kv_heads, n, dtype):
+    """Among them more new tokens than a step has, of which some are packed."""
+    plans = kivi(2)
+    keys, values = states(plans, 400, heads=kv_heads, dtype=dtype)
+    variant = {"sinks": torch.linspace(-2, 2, heads), "causal": True, "window": 230}
+    check(plans, keys, values, query(1, heads, n, 64, dtype), softcap=8.0, **variant)
+
+
+@pytest.mark.parametrize("plans", [kivi(2), ("fp", "fp")], ids=str)
+def test_tokens_outside_a_window_are_not_read(plans):
+    keys, values = states(plans, 700, steps=(3,))
+    clean = states(plans, 700, steps=(3,))
+    for state, plan in zip((keys, values), plans, strict=True):
+        spoil(state, plan, (703 - 3 + 1 - 300) // 32 * 32)
+    q, variant = query(1, 4, 3, 64), {"causal": True, "window": 300}
+    got = attention(q, keys, values, None, 0.125, *plans, **variant)
+    expected = dense_attention(q, *clean, None, 0.125, *plans, **variant)
+    assert relative_error(got, expected) <= TOLERANCE[q.dtype]
+
+
+def test_a_static_cache_has_a_mask_for_its_whole_buffer():
+    plans = tuple(f"{plan}/keep=639/room=640" for plan in kivi(4))
+    mask = torch.zeros(1, 1, 3, 640, dtype=torch.bool)
+    mask[..., 20:300] = True
+    check(plans, *states(plans, 300), query(1, 4, 3, 64), mask, causal=True)
 
 
 def test_a_query_that_is_a_transposed_view():

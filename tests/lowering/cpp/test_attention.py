@@ -14,17 +14,18 @@ from tests.triton_templates.kernel_reference import (
     dense_attention,
     kivi,
     relative_error,
+    spoil,
 )
 
 states = partial(kernel_reference.states, heads=2, batch=2, dtype=torch.float32)
 
 
-def check(plans, keys, values, q, mask=None):
+def check(plans, keys, values, q, mask=None, **variant):
     arguments = (q, keys, values, mask, q.shape[3] ** -0.5, *plans)
-    assert supports(*arguments) is None
-    got = attention(*arguments)
+    assert supports(*arguments, **variant) is None
+    got = attention(*arguments, **variant)
     assert got.dtype == q.dtype
-    error = relative_error(got, dense_attention(*arguments))
+    error = relative_error(got, dense_attention(*arguments, **variant))
     assert error <= CPP_ATTENTION[q.dtype], error
 
 
@@ -122,6 +123,79 @@ def test_masks(mask):
     check(plans, *states(plans, LENGTH), query(8, n, 64), made)
 
 
+VARIANTS = {
+    "causal": {"causal": True},
+    "window": {"window": 100},
+    "causal-window": {"causal": True, "window": 37},
+    "window-of-one": {"causal": True, "window": 1},
+    "wide-window": {"causal": True, "window": 10**6},
+    "softcap": {"softcap": 4.0},
+    "sinks": {"sinks": torch.linspace(-3, 5, 8)},
+    "sinks-bf16": {"sinks": torch.linspace(-3, 5, 8).bfloat16()},
+    "sinks-fp16": {"sinks": torch.linspace(-3, 5, 8).half()},
+    "sinks-fp64": {"sinks": torch.linspace(-3, 5, 8).double()},
+    "all": {"sinks": torch.linspace(-3, 5, 8), "causal": True, "window": 150, "softcap": 8.0},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, lanes):
+    """Alone and with a mask, for as many new tokens as there are of the last prompt or step."""
+    for plans in (kivi(2), ("fp", "fp")):
+        for prompt, n in ((16, 16), (300, 1), (300, 5), (700, 16)):
+            keys, values = states(plans, prompt, steps=(n,))
+            hidden = torch.rand(2, 1, n, prompt + n, generator=torch.Generator().manual_seed(n))
+            for mask in (None, hidden > 0.2):
+                check(plans, keys, values, query(8, n, 64), mask, **VARIANTS[name])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1), (8, 2)])
+def test_variants_of_query_rows(heads, kv_heads):
+    keys, values = states(kivi(2), 300, heads=kv_heads, steps=(3,))
+    variant = {"sinks": torch.randn(heads), "causal": True, "window": 130, "softcap": 8.0}
+    check(kivi(2), keys, values, query(heads, 3, 64), **variant)
+
+
+def test_many_new_tokens():
+    """As many as a model without a cache of its own has: every query row has its own bounds."""
+    plans = kivi(4)
+    keys, values = states(plans, 300)
+    for variant in (VARIANTS["causal"], VARIANTS["causal-window"]):
+        check(plans, keys, values, query(8, 300, 64), **variant)
+
+
+@pytest.mark.parametrize("plans", [kivi(2), ("fp", "fp")], ids=str)
+def test_tokens_outside_a_window_are_not_read(plans, lanes):
+    keys, values = states(plans, 700, steps=(3,))
+    first = 703 - 3 + 1 - 300
+    for state, plan in zip((keys, values), plans, strict=True):
+        spoil(state, plan, first // 32 * 32)
+    q = query(8, 3, 64)
+    scale, variant = q.shape[3] ** -0.5, {"causal": True, "window": 300}
+    got = attention(q, keys, values, None, scale, *plans, **variant)
+    clean = states(plans, 700, steps=(3,))
+    expected = dense_attention(q, *clean, None, scale, *plans, **variant)
+    assert relative_error(got, expected) <= CPP_ATTENTION[q.dtype]
+
+
+def test_tokens_that_a_mask_hides_from_all_are_not_read():
+    """Whole blocks of them, as left padding does."""
+    plans = kivi(2)
+    keys, values = states(plans, LENGTH)
+    for state, plan in zip((keys, values), plans, strict=True):
+        spoil(state, plan, 128)
+    mask = (torch.arange(LENGTH) >= 130).expand(1, 1, 1, -1)
+    for hidden in (mask, torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))):
+        assert attention(query(8, 1, 64), keys, values, hidden, 0.1, *plans).isfinite().all()
+
+
+def test_a_static_cache_has_a_mask_for_its_whole_buffer():
+    plans = tuple(f"{plan}/keep=639/room=640" for plan in kivi(4))
+    mask = torch.zeros(2, 1, 3, 640, dtype=torch.bool)
+    mask[..., 20:300] = True
+    check(plans, *states(plans, LENGTH), query(8, 3, 64), mask, causal=True)
+
+
 def test_long_contexts_are_split_between_threads():
     plans, threads = kivi(2), torch.get_num_threads()
     try:
@@ -156,6 +230,10 @@ def test_what_is_declined():
     assert reason(mask=torch.zeros(1, dtype=torch.int64)) == "the mask is torch.int64"
     assert reason(keys=[t.transpose(0, 1) for t in keys]) == "codes is not contiguous"
     assert reason(values=by_channel[1], plans=(plans[0],) * 2).endswith("groups along tokens")
+    other = (f"{plans[0]}/keep=100", f"{plans[1]}/keep=101")
+    assert reason(plans=other) == (
+        f"keys {other[0]} and values {other[1]} do not keep the same tokens"
+    )
     small = (plans[0], "int2.token2/window=0,flush=1")
     assert reason(values=states(small, 40)[1], plans=small).startswith(
         "groups of 2 channels are too small for"

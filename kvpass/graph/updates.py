@@ -1,0 +1,114 @@
+"""Finds cache updates: where new keys or values join those of earlier steps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from kvpass._torch import constant, source_name
+from kvpass.cache.packed import PackedKV
+from kvpass.graph.pattern import Miss, argument, op_name
+
+_CACHE_SOURCE = re.compile(r"\.(keys|values)$")
+
+
+@dataclass(frozen=True)
+class CacheUpdate:
+    """``cat([past, new], dim=-2)``, which the graph returns, or the last tokens of which it does.
+
+    Attributes:
+        cat: the node.
+        past: the placeholder of the cache tensor; None where the cache is still empty.
+        new: the keys or values to append, ``[B, H, n, D]``. The cat itself if ``past`` is a plain
+        tensor.
+        kept: what the graph returns: the cat, or its last tokens.
+        keep: how many tokens a sliding window leaves in the cache; None: all.
+    """
+
+    cat: Node
+    past: Node | None
+    new: Node
+    kept: Node
+    keep: int | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the past is a packed cache tensor."""
+        return self.past is not None
+
+
+def cache_update(node: Node) -> CacheUpdate | Miss | None:
+    """The update whose result ``node``, which the graph returns, is."""
+    if op_name(node) != "getitem":
+        return _cat_update(node)
+    update, count = _cat_update(node.args[0]), last_tokens(node)
+    if update is None:
+        return None
+    if not isinstance(count, int):
+        return Miss("the cache keeps a part of the updated tensor, not its last tokens", node)
+    if len(node.users) > 1:
+        return Miss("the last tokens of the cache are kept, and read as well", node)
+    return replace(update, kept=node, keep=count)
+
+
+def recorded(update: CacheUpdate) -> tuple[CacheUpdate, list[Node]]:
+    """Assisted decoding: the cache keeps all tokens for now, attention reads what a window shows.
+
+    Returns:
+        The update with what the window keeps, and the slices that are read in place of its cat.
+    """
+    readers = [u for u in update.cat.users if u.op != "output" and u is not update.kept]
+    counts = [last_tokens(reader) for reader in readers]
+    if update.keep is not None or update.new is update.cat or not counts or None in counts:
+        return update, []
+    new = update.new.meta["example_value"].shape[2]
+    kept = {constant(count - new) for count in counts if count is not None}
+    keep = kept.pop() if len(kept) == 1 else None
+    if keep is None or keep < 1:
+        return update, []
+    return replace(update, keep=keep), readers
+
+
+def last_tokens(node: Node) -> int | torch.SymInt | None:
+    """``n`` if ``node`` is ``x[:, :, -n:, :]``."""
+    if op_name(node) != "getitem" or not isinstance(index := node.args[1], tuple):
+        return None
+    parts: list[Any] = list(index)
+    if len(parts) < 3 or not all(isinstance(part, slice) for part in parts):
+        return None
+    first, every = parts[2].start, slice(None)
+    if parts != [every, every, slice(first, None), *[every] * (len(parts) - 3)]:
+        return None
+    start = first.meta["example_value"] if isinstance(first, Node) else first
+    return -start if isinstance(start, int | torch.SymInt) and start < 0 else None
+
+
+def _cat_update(node: Any) -> CacheUpdate | None:
+    if op_name(node) != "cat" or argument(node, "dim") not in (-2, 2):
+        return None
+    tensors = argument(node, "tensors")
+    if len(tensors) != 2 or not all(isinstance(t, Node) for t in tensors):
+        return None
+    past, new = tensors
+    example = past.meta.get("example_value")
+    if is_cache_tensor(past):
+        if isinstance(example, PackedKV):
+            return CacheUpdate(node, past, new, node)
+        return CacheUpdate(node, None, node, node) if _floating(example) else None
+    if op_name(past) == "tensor" and isinstance(example, Tensor) and example.shape == (0,):
+        return CacheUpdate(node, None, new, node)
+    return None
+
+
+def is_cache_tensor(node: Node) -> bool:
+    """Whether ``node`` is a placeholder of a cache's keys or values."""
+    return node.op == "placeholder" and bool(_CACHE_SOURCE.search(source_name(node)))
+
+
+def _floating(example: Any) -> bool:
+    return isinstance(example, Tensor) and example.is_floating_point() and example.dim() == 4

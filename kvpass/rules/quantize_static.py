@@ -1,0 +1,97 @@
+"""``buffer.index_copy_(2, arange(n) + count, new)`` becomes ``kvpass.append(buffer, new)``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Graph, Node
+
+from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.graph.pattern import Captures, Miss
+from kvpass.graph.reads import changes, last_reader
+from kvpass.graph.static import StaticUpdate
+from kvpass.ops import logical
+from kvpass.rules.base import Context, Rule
+from kvpass.rules.storage import storage
+
+
+# buffer.index_copy_(2, arange(n) + count, new)  ~  append(buffer, new)
+#
+# where count is how many tokens are written, which is checked when the graph is called. Lossy as
+# quantize_cache, and exact in a prefill as well: its attention reads the new tokens or a plain
+# buffer, which lives as long as its layer. A window of a fixed length is the same with its last
+# tokens and the new ones copied into it.
+class QuantizeStatic(Rule):
+    """Keeps a static cache packed."""
+
+    name = "quantize_static"
+
+    def match(self, node: Node, context: Context) -> Captures | Miss | None:
+        """Applies to every write into a static cache that is understood, whatever reads it."""
+        update = context.sites.statics.get(node)
+        if not isinstance(update, StaticUpdate):
+            return update
+        if any(change is not node for change in changes(update.buffer)):
+            return Miss("the static buffer is changed in place elsewhere, too", update.buffer)
+        if update.past is not None:
+            return {"update": update, "role": "", "plan": update.past.meta["example_value"].plan}
+        found = storage(update.new, update.buffer, context)
+        if isinstance(found, Miss):
+            return found
+        plan = replace(found[1], keep=update.room - 1, room=update.room)
+        return {"update": update, "role": found[0], "plan": plan}
+
+    def rewrite(self, node: Node, found: Captures, context: Context) -> str:
+        """See the comment above the class."""
+        update, plan, graph = found["update"], found["plan"], context.graph
+        n = update.new.meta["example_value"].shape[2]
+        if update.past is None:
+            packed = _first_prompt(update, plan, context)
+        elif n <= MAX_STEP:
+            with graph.inserting_before(node):
+                packed = _append(update, plan, context)
+            # What was read before is the past: it feeds the write, and what is dead with it.
+            update.buffer.replace_all_uses_with(packed, lambda user: user > node)
+            for joined in update.reads:
+                joined.replace_all_uses_with(packed, lambda user: user not in update.dead)
+            graph.erase_node(node)
+            _erase_dead(update, graph)
+        else:
+            with graph.inserting_before(min(update.buffer.users)):
+                plain = graph.call_function(logical.unpack, (update.buffer,))
+            plain.meta["example_value"] = update.buffer.meta["example_value"].decode()
+            update.buffer.replace_all_uses_with(plain, lambda user: user is not plain)
+            with graph.inserting_after(last_reader(plain)):
+                packed = _append(update, plan, context)
+        context.packed[update.buffer] = packed
+        return f"{found['role']} {plan}".strip()
+
+
+def _first_prompt(update: StaticUpdate, plan: TensorPlan, context: Context) -> Node:
+    """The buffer goes where only its new tokens are read, else it lives as long as its layer."""
+    graph, buffer = context.graph, update.buffer
+    with graph.inserting_after(max(last_reader(buffer), update.write)):
+        packed = _append(update, plan, context)
+    graph.output_node().replace_input_with(buffer, packed)
+    for part in update.slices:
+        part.replace_all_uses_with(update.new)
+        graph.erase_node(part)
+    if list(buffer.users) == [update.write]:
+        graph.erase_node(update.write)
+        graph.erase_node(buffer)
+        _erase_dead(update, graph)
+    return packed
+
+
+def _erase_dead(update: StaticUpdate, graph: Graph) -> None:
+    for node in update.dead:
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _append(update: StaticUpdate, plan: TensorPlan, context: Context) -> Node:
+    packed = context.graph.call_function(logical.append, (update.past, update.new, str(plan)))
+    # Where a window is joined with new tokens, attention sees more than the buffer holds.
+    shown = update.reads[0] if update.past and update.reads else update.buffer
+    packed.meta = {**shown.meta, "static": update}
+    return packed

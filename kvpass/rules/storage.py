@@ -1,0 +1,37 @@
+"""How a cache tensor that is still empty is to be stored."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from kvpass.cache.residency import TensorPlan
+from kvpass.errors import PlanError
+from kvpass.graph.pattern import Miss
+from kvpass.graph.sites import module_path
+from kvpass.rules.base import Context
+
+
+def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] | Miss:
+    """The role of a cache tensor, and the plan that the recipe makes for it.
+
+    Args:
+        new: what is to be appended.
+        read: what attention reads: a cat, or a static cache's buffer.
+
+    Raises:
+        PlanError: if the recipe does not fit known keys or values.
+    """
+    role, site = context.sites.roles.get(read, ("unknown", None))
+    if site is not None and role != "unknown":
+        k, v = (node.meta["example_value"] for node in (site.keys, site.values))
+        heads = (site.heads, int(k.shape[1]))
+        layer = context.layer_plan(site.path, int(k.shape[3]), int(v.shape[3]), heads)
+        return role, layer.keys if role == "keys" else layer.values
+    shape = new.meta["example_value"].shape
+    if len(shape) != 4:
+        return Miss(f"the cache tensor has {len(shape)} dimensions, expected 4", read)
+    try:
+        return role, context.planner.unknown_plan(module_path(read), int(shape[3]))
+    except PlanError as error:
+        # A plan that does not fit known keys or values is the user's; this one is a guess.
+        return Miss(str(error).rstrip("."), read)

@@ -1,0 +1,1 @@
+"""Tiny random models of every decoder family in transformers, and what kvpass does to them."""

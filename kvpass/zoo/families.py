@@ -1,0 +1,177 @@
+"""Tiny random models of every decoder family, shrunk from the defaults of their own configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
+
+from kvpass.errors import OptionError, unknown
+from kvpass.zoo.sizes import LAYERS, NOT_DECODERS, OVERRIDES, SIZES, TOKENS
+
+
+@cache
+def family_names() -> tuple[str, ...]:
+    """Model types of all decoders of text, multimodal models by their text part."""
+    return tuple(sorted(set(_parents()) - set(NOT_DECODERS)))
+
+
+def check_families(names: Sequence[str]) -> None:
+    """Raises:
+    OptionError: if transformers has no such decoder.
+    """
+    for name in names:
+        if name in NOT_DECODERS:
+            raise OptionError(f"The family {name!r} is not supported: {NOT_DECODERS[name]}.")
+        if name not in family_names():
+            raise OptionError(unknown("family", name, family_names()))
+
+
+@cache
+def _parents() -> dict[str, type]:
+    """Per text model type the config class that transformers finds the model's class by."""
+    found: dict[str, type] = {}
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        for config in mapping.keys():  # noqa: SIM118 (iterating it gives something else)
+            parts = config.sub_configs
+            text = parts.get("text_config", parts.get("decoder", config))
+            family = getattr(text, "model_type", "")
+            if family not in CONFIG_MAPPING or CONFIG_MAPPING[family] is not text:
+                continue
+            if text in MODEL_FOR_CAUSAL_LM_MAPPING or text in MODEL_MAPPING:
+                found[family] = text
+            elif mapping is MODEL_FOR_CAUSAL_LM_MAPPING:
+                found[family] = config
+    return found
+
+
+def tiny_config(family: str) -> Any:
+    """The family's default config with small sizes, and one layer of each kind (two at least)."""
+    defaults = CONFIG_MAPPING[family]().to_dict()
+    small = {**_shrink_all(defaults), **TOKENS, **OVERRIDES.get(family, {})}
+    if "is_decoder" in defaults:
+        small["is_decoder"] = True
+    if defaults.get("kv_lora_rank"):
+        # Latent attention: every head has keys and values of its own.
+        small["num_key_value_heads"] = SIZES["num_attention_heads"]
+    return CONFIG_MAPPING[family](**small)
+
+
+def _shrink_all(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    keep = _shown_layers(defaults)
+    found = {name: _shrink(name, value, defaults, keep) for name, value in defaults.items()}
+    return {name: small for name, small in found.items() if small is not None}
+
+
+def _shrink(name: str, value: Any, defaults: Mapping[str, Any], keep: list[int]) -> Any:
+    """The small value of a field; None to leave it at its default."""
+    if name in LAYERS:
+        return len(keep)
+    if isinstance(value, list):
+        return _layer_list(name, value, _layer_count(defaults), keep)
+    if isinstance(value, Mapping) and value:
+        if name == "per_layer_config":
+            return _per_layer(value, defaults, keep)
+        if name.endswith("_config"):
+            return _shrink_all(value)
+        return _plain_rope(value, defaults) if name == "rope_parameters" else None
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0 and name in SIZES:
+        return min(value, SIZES[name])
+    return None
+
+
+def _layer_list(name: str, value: list[Any], count: int, keep: list[int]) -> list[Any] | None:
+    """What is left of a list with an item per layer, or of a list of layers."""
+    if _are_layers(value, count):
+        return [new for new, old in enumerate(keep) if old in value]
+    if len(value) != count:
+        return None
+    sizes = isinstance(value[0], int) and value[0] > 1 and name in SIZES
+    return [SIZES[name] if sizes else value[layer] for layer in keep]
+
+
+def _are_layers(value: list[Any], count: int) -> bool:
+    """Whether a list is of the numbers of some layers."""
+    return all(type(x) is int for x in value) and len(value) > 1 and value == sorted(
+        set(value) & set(range(count))
+    )  # fmt: skip
+
+
+def _layer_count(defaults: Mapping[str, Any]) -> int:
+    return next((int(defaults[name]) for name in LAYERS if defaults.get(name)), 2)
+
+
+def _shown_layers(defaults: Mapping[str, Any]) -> list[int]:
+    """The first layer of each kind; of a uniform model the first two."""
+    count = _layer_count(defaults)
+    lists = [v for v in defaults.values() if isinstance(v, list) and v]
+    own = {int(i): repr(v) for i, v in (defaults.get("per_layer_config") or {}).items()}
+    kinds: dict[str, int] = {}
+    for layer in range(count):
+        of_layers = [layer in v for v in lists if _are_layers(v, count)]
+        per_layer = [v[layer] for v in lists if len(v) == count and not _are_layers(v, count)]
+        kinds.setdefault(repr((of_layers, per_layer, own.get(layer))), layer)
+    keep = sorted(kinds.values())
+    return keep if len(keep) > 1 else list(range(min(2, count)))
+
+
+def _per_layer(value: Mapping[str, Any], defaults: Mapping[str, Any], keep: list[int]) -> Any:
+    """Exceptions of single layers, in the same proportion to the other layers as before."""
+    return {
+        str(keep.index(int(layer))): {
+            name: SIZES[name] * size // defaults[name] for name, size in fields.items()
+        }
+        for layer, fields in value.items()
+        if int(layer) in keep
+    }
+
+
+def _plain_rope(value: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+    """Without scaling for long contexts, whose factors belong to the head dimension."""
+    if any(isinstance(v, Mapping) for v in value.values()):
+        return {
+            k: _plain_rope(v, defaults) if isinstance(v, Mapping) else v for k, v in value.items()
+        }
+    kept = ("rope_theta", "partial_rotary_factor", "mrope_interleaved")
+    small = {"rope_type": "default"} | {k: value[k] for k in kept if k in value}
+    if sections := value.get("mrope_section"):
+        dim = defaults.get("head_dim") or defaults["hidden_size"] // defaults["num_attention_heads"]
+        ends = [round(SIZES["head_dim"] / dim * end) for end in accumulate(sections)]
+        small["mrope_section"] = [b - a for a, b in pairwise([0, *ends])]
+    return small
+
+
+def tiny_model(family: str, attention: str, seed: int = 0) -> Any:
+    """A random model of the family in float32 and eval mode.
+
+    Args:
+        family: one of `family_names`.
+        attention: transformers' name of an implementation, e.g. ``sdpa``.
+        seed: of the weights.
+
+    Returns:
+        A causal language model; of families that have none the decoder without its head.
+    """
+    config = tiny_config(family)
+    torch.manual_seed(seed)
+    model = _model_class(family)._from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4.0)
+    return model.float().eval()
+
+
+def _model_class(family: str) -> Any:
+    config = _parents()[family]
+    causal = config in MODEL_FOR_CAUSAL_LM_MAPPING
+    return (MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_MAPPING)[config]

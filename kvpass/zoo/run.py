@@ -1,0 +1,245 @@
+"""Runs one family in one mode through kvpass, and compares it with the plain model."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without installation)
+from kvpass._torch import graph_counts
+from kvpass.cache.native import DECODES
+from kvpass.cache.packed import PackedKV
+from kvpass.cache.residency import TensorPlan
+from kvpass.inspect.explain import explain
+from kvpass.inspect.report import GraphReport
+from kvpass.oracle import OracleLayer, oracle_cache
+from kvpass.plan import LayerPlan, Plan
+from kvpass.recipes import RECIPES, Recipe, recipe
+from kvpass.zoo.families import tiny_model
+from kvpass.zoo.outcome import Mode, Outcome
+from kvpass.zoo.steps import Text, new_cache, random_text, run_steps
+
+# Small enough for a flush of keys while decoding.
+_SMALL = {"group": 16, "residual": 16}
+
+# Of logits, relative to the largest one of the plain model: the same values through other kernels
+# in float32, with sums in another order. It is 3e-6 at most over all families.
+TOLERANCE = 1e-4
+# From the second layer on, rounding in float32 can move a number across the border between two
+# codes, or that of a group's scale: up to a group of tokens is then off by a step, and the logits
+# by this much at most. It depends on the weights: it happens in one family of a hundred, and does
+# not come back with two other sets of weights.
+TOLERANCE_FLIP = 1e-2
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model and what it answers without kvpass: logits ``[B, T, V]``, and its cache."""
+
+    model: Any
+    text: Text
+    plain: Tensor
+    cache: Any
+
+
+def run_mode(
+    family: str, mode: Mode, recipes: Sequence[str], inner: str = "eager"
+) -> Iterator[Outcome]:
+    """One outcome per recipe. Never raises.
+
+    Args:
+        family: one of `kvpass.zoo.families.family_names`.
+        mode: how it is called.
+        recipes: names of recipes.
+        inner: what compiles the rewritten graphs, ``eager`` or ``inductor``.
+    """
+    with _quiet():
+        try:
+            subject = _subject(family, mode)
+        except Exception as error:
+            lacking = "does not support an attention implementation" in str(error)
+            status = "no such attention" if lacking else "plain fails"
+            for name in recipes:
+                yield Outcome(family, mode, name, status, problem=one_line(error))
+            return
+        for name in recipes:
+            try:
+                outcome = _compiled(family, mode, name, subject, inner)
+                if outcome.status == "wrong" and outcome.error <= TOLERANCE_FLIP:
+                    outcome = _without_flips(outcome, inner)
+            except Exception as error:
+                outcome = Outcome(family, mode, name, "crash", problem=one_line(error))
+            yield outcome
+
+
+def _subject(family: str, mode: Mode, seed: int = 0) -> _Subject:
+    model, text = tiny_model(family, mode.attention, seed), random_text(mode)
+    plain, cache = run_steps(model, text, new_cache(mode, model.config))
+    if not plain.isfinite().all():
+        raise ValueError("its logits are not finite")
+    return _Subject(model, text, plain, cache)
+
+
+def _without_flips(outcome: Outcome, inner: str) -> Outcome:
+    """Right after all if the same is right with two other sets of weights, see `TOLERANCE_FLIP`."""
+    family, mode, name = outcome.family, outcome.mode, outcome.recipe
+    for seed in (1, 2):
+        other = _compiled(family, mode, name, _subject(family, mode, seed), inner)
+        if other.status != "ok":
+            return outcome
+    return replace(outcome, status="ok", problem=f"a code flipped: {outcome.problem}")
+
+
+def _compiled(family: str, mode: Mode, name: str, subject: _Subject, inner: str) -> Outcome:
+    """Runs the compiled model."""
+    torch.compiler.reset()
+    outcome = Outcome(family, mode, name, "ok", tensors=len(_tensors(subject.cache)))
+    twin = copy.deepcopy(subject.model)
+    twin.compile(backend="kvpass", options={"recipe": small_recipe(name), "inner": inner})
+    counts, outside, start = graph_counts(), DECODES.total(), time.perf_counter()
+    try:
+        got, cache = run_steps(twin, subject.text, new_cache(mode, twin.config))
+    except Exception as error:
+        without = _compiler_problem(subject, mode)
+        status = "compile fails" if without else "crash"
+        return replace(outcome, status=status, problem=without or one_line(error))
+    seconds = time.perf_counter() - start
+    graphs, breaks = (b - a for a, b in zip(counts, graph_counts(), strict=True))
+    packed = [t for t in _tensors(cache) if isinstance(t, PackedKV)]
+    outcome = replace(
+        outcome,
+        packed=len(packed),
+        graphs=graphs,
+        breaks=breaks,
+        outside=DECODES.total() - outside,
+        seconds=seconds,
+        **_sites(explain(twin).graphs, len(packed)),
+    )
+    wanted = subject.plain
+    if any(not t.plan.codec.identity for t in packed):
+        reference = reference_cache(cache, type(subject.cache), subject.model.config)
+        if isinstance(reference, str):
+            return replace(outcome, status="unchecked", problem=reference)
+        wanted, _ = run_steps(subject.model, subject.text, reference)
+    outcome = _judged(outcome, got, wanted, subject)
+    if outcome.status == "wrong" and (without := _compiler_problem(subject, mode)):
+        return replace(outcome, status="compile fails", problem=without)
+    return outcome
+
+
+def _judged(outcome: Outcome, got: Tensor, wanted: Tensor, subject: _Subject) -> Outcome:
+    error, effect = (_relative(x, wanted, subject) for x in (got, subject.plain))
+    outcome = replace(outcome, error=error, effect=effect, tolerance=TOLERANCE)
+    if error <= TOLERANCE:
+        return outcome
+    problem = f"relative error {error:.1e}, allowed {TOLERANCE:.0e}"
+    return replace(outcome, status="wrong", problem=problem)
+
+
+def _relative(got: Tensor, wanted: Tensor, subject: _Subject) -> float:
+    """The largest difference where there is no padding, relative to the largest plain logit."""
+    seen = subject.text.visible
+    difference = (got - wanted)[seen].abs().max() / subject.plain[seen].abs().max()
+    return float(difference.nan_to_num(nan=torch.inf))
+
+
+def _compiler_problem(subject: _Subject, mode: Mode) -> str | None:
+    """What ``torch.compile`` does wrong on this model without kvpass; None if nothing."""
+    torch.compiler.reset()
+    twin = copy.deepcopy(subject.model)
+    twin.compile(backend="eager")
+    try:
+        got, _ = run_steps(twin, subject.text, new_cache(mode, twin.config))
+    except Exception as error:
+        return one_line(error)
+    changed = _relative(got, subject.plain, subject)
+    return None if changed <= TOLERANCE else f"relative error {changed:.1e} without kvpass"
+
+
+def reference_cache(cache: Any, cache_type: type, config: Any) -> Any:
+    """A plain cache that rounds the layers that ``cache`` holds packed, or why there is none."""
+    if cache_type not in (DynamicCache, StaticCache, EncoderDecoderCache):
+        return f"there is no oracle for {cache_type.__name__}"
+    plans = [_layer_plan(layer) for layer in _layers(cache)]
+    reference = oracle_cache(Plan(layers={str(i): p for i, p in enumerate(plans)}), config)
+    if len(plans) != len(reference.layers):
+        return f"the oracle has {len(reference.layers)} layers, the cache {len(plans)}"
+    for plan, layer in zip(plans, reference.layers, strict=True):
+        if plan != LayerPlan() and not isinstance(layer, OracleLayer):
+            return f"there is no oracle for {type(layer).__name__}"
+    if cache_type is EncoderDecoderCache:
+        return EncoderDecoderCache(reference, DynamicCache(config=config))
+    return reference
+
+
+def _layer_plan(layer: Any) -> LayerPlan:
+    """How the layer is held, without what the kind of its cache adds to the recipe's plan."""
+    held = (getattr(layer, name, None) for name in ("keys", "values"))
+    plans = (x.plan if isinstance(x, PackedKV) else TensorPlan() for x in held)
+    return LayerPlan(*(TensorPlan(plan.codec, plan.residency) for plan in plans))
+
+
+def small_recipe(name: str) -> Recipe:
+    """The recipe, so small that short texts are packed."""
+    fields = RECIPES[name]().__dataclass_fields__ if name in RECIPES else {}
+    return recipe(name, **{k: v for k, v in _SMALL.items() if k in fields})
+
+
+def _layers(cache: Any) -> Sequence[Any]:
+    own = getattr(cache, "self_attention_cache", cache)
+    return getattr(own, "layers", ())
+
+
+def _tensors(cache: Any) -> list[Tensor]:
+    """Keys and values of all layers."""
+    found = (getattr(x, name, None) for x in _layers(cache) for name in ("keys", "values"))
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def _sites(reports: Sequence[GraphReport], packed: int) -> dict[str, Any]:
+    """Fused and decoded cache tensors, and reasons of refusals, by module over all graphs."""
+    updates: dict[str, int] = {}
+    fused, refused = set(), set()
+    for report in reports:
+        fired = Counter(e.path for e in report.events if e.fired and e.rule == "quantize_cache")
+        updates = {p: max(fired[p], updates.get(p, 0)) for p in {*fired, *updates}}
+        fused |= {e.path for e in report.events if e.fired and e.rule == "fuse_attention"}
+        refused |= {(e.path, e.rule, reason(e.detail)) for e in report.events if not e.fired}
+    # Behind graph breaks several modules have one path.
+    decoded = sum(n for p, n in updates.items() if p not in fused) if fused else packed
+    decoded = min(decoded, packed)
+    return {
+        "fused": packed - decoded,
+        "decoded": decoded,
+        "refused": dict(Counter(f"{rule}: {why}" for _, rule, why in refused)),
+    }
+
+
+def reason(detail: str) -> str:
+    """A refusal's reason without the names of nodes."""
+    return re.sub(r" \(at [^()]*\)$", "", detail)
+
+
+def one_line(error: BaseException) -> str:
+    """An error in a line of bounded length."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else text[:300] + " ..."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings: what they say is in the outcome."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

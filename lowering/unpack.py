@@ -1,0 +1,49 @@
+"""``kvpass::unpack`` in Triton: a packed cache tensor as plain tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowering.codegen import load_kernels
+from lowering.heuristics import decode_tokens
+from lowering.launch import launch, on_nvidia
+from lowering.layouts import (
+    decline_conversion,
+    decline_device,
+    decline_state,
+    exact_tokens,
+    layout_of,
+)
+
+
+def supports(
+    state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
+) -> str | None:
+    """Why the kernel declines these arguments of ``kvpass::unpack``, or None."""
+    exact = exact_tokens(state, plan)
+    return decline_conversion(exact, dtype) or decline_device(exact) or decline_state(state, plan)
+
+
+def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
+    """As `kvpass.ops.unpack.unpack`, for arguments that `supports` takes.
+
+    Each sequence of the batch has its own segment ends; a sequence of fewer than ``tokens`` tokens
+    ends in zeros.
+    """
+    exact = exact_tokens(state, plan)
+    batch, heads, _, head_dim = exact.shape
+    layout = layout_of(plan, head_dim)
+    kernels = load_kernels("unpack", layout=layout)
+    size = decode_tokens(layout)
+    out = exact.new_empty((batch, heads, tokens, head_dim))
+    # The last tokens of a sliding window may begin within what one program decodes.
+    programs = -(-tokens // size) + int(layout.sliding)
+    launch(
+        kernels.unpack_tokens, (batch * heads, programs),
+        *state, out, state[0].shape[2], tokens,
+        KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,78 @@
+"""Models with sliding windows: what they answer, hold, and how often they are compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpass import PackedKV, recipe
+from tests.harness import compiled, graphs_compiled, left_padding, oracle, run_steps
+from tests.models import prompt, tiny_model
+from tests.tolerances import LOGITS_CODE_FLIP, logits
+
+KIVI = recipe("kivi-2bit", group=16, residual=16)
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "layers": 2}
+GREEDY = {"max_new_tokens": 40, "do_sample": False}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["single", "padded"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_chats_that_pass_the_window(attention: str, padded: bool) -> None:
+    """The window of 40 fills up, slides token by token and by more than itself at once."""
+    steps = [30, 1, 5, 16, 1, 33, 1, 17, 3, 60, 1]
+    model = tiny_model("mistral", attention=attention, layers=1)
+    batch, total = (3, sum(steps)) if padded else (1, sum(steps))
+    ids = prompt(batch, total, seed=1)
+    mask = left_padding([20, 3, 0], total) if padded else None
+    visible = torch.ones(batch, total, dtype=torch.bool) if mask is None else mask.bool()
+    wanted, _ = run_steps(model, ids, steps, mask, oracle(model, KIVI))
+    got, cache = run_steps(compiled(model, KIVI), ids, steps, mask)
+    keys = cache.layers[0].keys
+    assert isinstance(keys, PackedKV)
+    assert str(keys.plan) == "int2.channel16/window=0,flush=16/keep=39"
+    assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32, "kivi-2bit")
+
+
+def test_sliding_and_full_layers_in_one_model() -> None:
+    model = tiny_model("gemma3_text", **MIXED)
+    ids = prompt(1, 150)
+    steps = [100] + [1] * 50
+    wanted, _ = run_steps(model, ids, steps, None, oracle(model, KIVI))
+    got, cache = run_steps(compiled(model, KIVI), ids, steps)
+    assert [x.keys.plan.keep for x in cache.layers] == [39, None]
+    assert [x.keys.shape[2] for x in cache.layers] == [39, 150]
+    assert (got - wanted).abs().max().item() <= LOGITS_CODE_FLIP
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str
+)
+@pytest.mark.parametrize("length", [20, 70], ids=["within", "beyond"])
+def test_generation_equals_the_oracles(length: int, options: dict[str, Any]) -> None:
+    model = tiny_model("gemma3_text", **MIXED)
+    ids = prompt(1, length)
+    wanted = model.generate(ids, past_key_values=oracle(model, KIVI), **GREEDY, **options)
+    assert torch.equal(compiled(model, KIVI).generate(ids, **GREEDY, **options), wanted)
+
+
+@pytest.mark.parametrize(("length", "graphs"), [(70, 2), (20, 4)], ids=["beyond", "into"])
+def test_graphs(length: int, graphs: int) -> None:
+    """One for the prompt and one for all steps; transformers branches twice where the window
+    fills up."""
+    twin = compiled(tiny_model("mistral"), KIVI)
+    before = graphs_compiled()
+    twin.generate(prompt(1, length), **GREEDY)
+    assert graphs_compiled() - before == graphs
+
+
+def test_bytes_do_not_grow_beyond_the_window() -> None:
+    """Whole groups leave: 299 tokens in 2 bits, of which up to 31 and 32 are exact."""
+    twin = compiled(tiny_model("mistral", layers=1, sliding_window=300), KIVI)
+    _, cache = run_steps(twin, prompt(1, 1200), [1000] + [1] * 200)
+    held = [x.nbytes for x in (cache.layers[0].keys, cache.layers[0].values)]
+    capacity, heads, dim = 512, 2, 16
+    for nbytes, slots in zip(held, (31, 32), strict=True):
+        packed = capacity * dim * 2 // 8 + capacity // 16 * dim * 4
+        assert nbytes == heads * (packed + slots * dim * 4) + 8

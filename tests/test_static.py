@@ -1,0 +1,187 @@
+"""Static caches: what models answer, what is held, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, StaticCache
+
+from kvpass import PackedKV, explain, recipe
+from kvpass.errors import CacheFullError, CacheStateError
+from tests.harness import compiled, graphs_compiled, left_padding, oracle, run_steps
+from tests.models import prompt, tiny_model
+from tests.tolerances import LOGITS_CODE_FLIP, logits
+
+KIVI = recipe("kivi-2bit", group=16, residual=16)
+GREEDY = {"max_new_tokens": 30, "do_sample": False}
+
+
+def static(model: Any, room: int = 150) -> StaticCache:
+    return StaticCache(config=model.config, max_cache_len=room)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["single", "padded"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["fp", "kivi-2bit"])
+def test_chats(name: str, attention: str, padded: bool) -> None:
+    """A prompt, steps of one and of several tokens, and a further prompt."""
+    chosen = KIVI if name != "fp" else recipe("fp")
+    steps = [40, 1, 1, 5, 16, 1, 33, 1, 17, 3, 1]
+    model = tiny_model("llama", attention=attention, layers=1)
+    batch, total = (3, sum(steps)) if padded else (1, sum(steps))
+    ids = prompt(batch, total, seed=1)
+    mask = left_padding([20, 3, 0], total) if padded else None
+    visible = torch.ones(batch, total, dtype=torch.bool) if mask is None else mask.bool()
+    wanted, _ = run_steps(model, ids, steps, mask, oracle(model, chosen))
+    got, cache = run_steps(compiled(model, chosen), ids, steps, mask, static(model))
+    for x in (cache.layers[0].keys, cache.layers[0].values):
+        assert isinstance(x, PackedKV)
+        assert x.shape[2] == 150
+        assert not x.decode()[:, :, total:].any(), "what is not written is zero"
+    assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32, name)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_generation_makes_two_graphs_and_no_more(inner: str) -> None:
+    model = tiny_model("llama", layers=1)
+    ids = prompt(1, 30)
+    wanted = model.generate(ids, past_key_values=oracle(model, KIVI), **GREEDY)
+    twin = compiled(model, KIVI, inner)
+    before = graphs_compiled()
+    for _ in range(2):
+        got = twin.generate(ids, cache_implementation="static", **GREEDY)
+        assert torch.equal(got, wanted)
+        assert graphs_compiled() - before == 2
+
+
+def test_a_reset_cache_starts_again() -> None:
+    model = tiny_model("llama", layers=1)
+    twin, cache = compiled(model, KIVI), static(model)
+    first, second = prompt(1, 30), prompt(1, 35, seed=1)
+    twin.generate(first, past_key_values=cache, **GREEDY)
+    cache.reset()
+    assert cache.layers[0].keys.written == 0
+    got = twin.generate(second, past_key_values=cache, **GREEDY)
+    wanted = model.generate(second, past_key_values=oracle(model, KIVI), **GREEDY)
+    assert torch.equal(got, wanted)
+    assert isinstance(cache.layers[0].keys, PackedKV)
+
+
+def test_a_decode_step_knows_no_length_on_the_host() -> None:
+    """No symbol among its inputs, and nothing is read back from the device."""
+    twin, cache = compiled(tiny_model("llama", layers=2), KIVI), static(tiny_model("llama"))
+    run_steps(twin, prompt(1, 41), [40, 1], cache=cache)
+    graph = explain(twin).graphs[-1].bound
+    used = [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder") if n.users]
+    assert all(isinstance(x, torch.Tensor) for x in used)
+    assert not any(isinstance(n, torch.SymInt) for x in used for n in x.shape)
+    targets = {str(node.target) for node in graph.graph.nodes}
+    assert not targets & {"item", "tolist", "_local_scalar_dense"}
+
+
+def test_a_full_cache_says_so_and_is_left_as_it_was() -> None:
+    model = tiny_model("llama", layers=2)
+    twin, cache = compiled(model, KIVI), static(model, 40)
+    ids = prompt(1, 41)
+    run_steps(twin, ids[:, :40], [39, 1], cache=cache)
+    before = cache.layers[1].keys.decode()
+    with pytest.raises(CacheFullError, match="has room for 40 tokens and holds 40; 1 more do not"):
+        run_steps(twin, ids[:, 40:], [1], cache=cache)
+    assert int(cache.layers[0].cumulative_length) == 40
+    assert torch.equal(cache.layers[1].keys.decode(), before)
+
+
+def test_counters_cannot_be_set() -> None:
+    model = tiny_model("llama", layers=1)
+    twin, cache = compiled(model, KIVI), static(model)
+    run_steps(twin, prompt(1, 41), [40, 1], cache=cache)
+    cache.layers[0].cumulative_length.fill_(20)
+    with pytest.raises(CacheStateError, match="counts 20 tokens where 41 are stored"):
+        run_steps(twin, prompt(1, 1), [1], cache=cache)
+
+
+def test_eager_steps_stay_packed() -> None:
+    model = tiny_model("llama", layers=1)
+    twin, cache = compiled(model, KIVI), static(model)
+    ids = prompt(1, 60)
+    wanted, _ = run_steps(model, ids, [40] + [1] * 20, None, oracle(model, KIVI))
+    run_steps(twin, ids[:, :50], [40] + [1] * 10, cache=cache)
+    with torch.compiler.set_stance("force_eager"):
+        got, _ = run_steps(twin, ids[:, 50:], [1] * 10, cache=cache)
+    assert isinstance(cache.layers[0].keys, PackedKV)
+    assert cache.layers[0].keys.written == 60
+    assert (got - wanted[:, 50:]).abs().max().item() <= logits(torch.float32, "kivi-2bit")
+
+
+def test_a_plain_buffer_is_refused_and_the_graph_runs_unchanged() -> None:
+    """generate() compiles only the steps of a static cache by itself, not the prompt."""
+    model = tiny_model("llama", layers=1)
+    ids = prompt(1, 30)
+    wanted = model.generate(ids, cache_implementation="static", **GREEDY)
+    config = CompileConfig(
+        backend="kvpass", mode=None, options={"recipe": "kivi-2bit", "inner": "eager"}
+    )
+    config._compile_all_devices = True
+    with pytest.warns(UserWarning, match="the static buffer is plain, since its prompt was not"):
+        got = model.generate(ids, cache_implementation="static", compile_config=config, **GREEDY)
+    assert torch.equal(got, wanted)
+
+
+def test_a_failed_step_leaves_counters_and_cache_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import kvpass.backend
+
+    armed = [False]
+    compile_inner = kvpass.backend.compile_inner
+
+    def breaking(module: Any, *rest: Any) -> Any:
+        inner = compile_inner(module, *rest)
+
+        def call(*args: Any) -> Any:
+            results = inner(*args)
+            if armed[0]:
+                raise RuntimeError("broken")
+            return results
+
+        return call
+
+    monkeypatch.setattr(kvpass.backend, "compile_inner", breaking)
+    model = tiny_model("llama", layers=2)
+    twin, cache = compiled(model, KIVI), static(model)
+    ids = prompt(1, 60)
+    wanted, _ = run_steps(model, ids, [40] + [1] * 20, None, oracle(model, KIVI))
+    run_steps(twin, ids[:, :45], [40] + [1] * 5, cache=cache)
+    armed[0] = True
+    with pytest.raises(RuntimeError, match="broken"):
+        run_steps(twin, ids[:, 45:46], [1], cache=cache)
+    armed[0] = False
+    assert int(cache.layers[0].cumulative_length) == cache.layers[0].keys.written == 45
+    got, _ = run_steps(twin, ids[:, 45:], [1] * 15, cache=cache)
+    assert (got - wanted[:, 45:]).abs().max().item() <= LOGITS_CODE_FLIP
+
+
+@pytest.mark.parametrize("name", ["fp", "kivi-2bit"])
+def test_static_windows(name: str) -> None:
+    """A window of 40 gets full by one token, by several and by a prompt, and slides by each."""
+    chosen = KIVI if name != "fp" else recipe("fp")
+    steps = [20, 1, 5, 16, 1, 33, 1, 3]
+    model = tiny_model("mistral", layers=1)
+    ids = prompt(1, sum(steps))
+    wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
+    got, cache = run_steps(compiled(model, chosen), ids, steps, cache=static(model))
+    keys = cache.layers[0].keys
+    assert isinstance(keys, PackedKV)
+    assert keys.shape[2] == 40
+    assert (got - wanted).abs().max().item() <= logits(torch.float32, name)
+
+
+def test_a_prompt_longer_than_a_static_window() -> None:
+    model = tiny_model("mistral", layers=1)
+    ids = prompt(1, 90)
+    wanted, _ = run_steps(model, ids, [70] + [1] * 20)
+    got, cache = run_steps(compiled(model, recipe("fp")), ids, [70] + [1] * 20, cache=static(model))
+    assert isinstance(cache.layers[0].keys, PackedKV)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32)
