@@ -2,68 +2,71 @@
 
     python -m examples.add_a_rule
 
-The attention below repeats KV heads with ``repeat_interleave``, which no built-in rule matches:
-the cache stays plain, and `explain` says why. The rule rewrites it to the form that the built-in
-rules know.
+The attention below is written with ``einsum``, which no built-in rule matches: the cache is
+packed, but decoded in front of it, and `explain` says so. The rule rewrites it to the form that the
+built-in rules know.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.models.llama.modeling_llama import repeat_kv
 
 import kvpass
 import kvpass.backend  # makes backend="kvpass" known without installation
-from kvpass.graph.pattern import Captures, Miss, argument, op_name
+from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.inspect.explain import Explanation
 from kvpass.rules import Context
 
+SCORES, VALUES = "bhqd,bhtd->bhqt", "bhqt,bhtd->bhqd"
 
-# repeat_interleave(x, g, dim=1)  =  x[:, :, None].expand(B, H, g, T, D).reshape(B, H*g, T, D)
-class ExpandHeads(kvpass.Rule):
-    """Repeated KV heads, in the spelling that transformers uses."""
 
-    name = "expand_heads"
+# einsum("bhqd,bhtd->bhqt", q, k)  =  matmul(q, k.transpose(2, 3))
+# einsum("bhqt,bhtd->bhqd", w, v)  =  matmul(w, v)
+class SpellOutEinsum(kvpass.Rule):
+    """The two products of attention, in the spelling that transformers uses."""
+
+    name = "spell_out_einsum"
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
-        """Applies to ``repeat_interleave`` of heads by a fixed number."""
-        if op_name(node) != "repeat_interleave" or argument(node, "dim") != 1:
+        """Applies to an ``einsum`` that is one of the two products."""
+        if op_name(node) != "einsum":
             return None
-        if not isinstance(repeats := argument(node, "repeats"), int):
-            return Miss("heads are repeated by a tensor", node)
-        return {"x": argument(node, "input"), "repeats": repeats}
+        equation, *operands = node.args
+        if equation not in (SCORES, VALUES):
+            return Miss(f"einsum {equation} is no product of attention", node)
+        return {"left": operands[0], "right": operands[1], "transposed": equation == SCORES}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """See the comment above the class."""
-        graph, x, g = context.graph, found["x"], found["repeats"]
-        b, h, _, d = x.meta["example_value"].shape
-        every = slice(None)
+        graph, right = context.graph, found["right"]
         with graph.inserting_before(node):
-            split = graph.call_function(operator.getitem, (x, (every, every, None)))
-            grown = graph.call_method("expand", (split, -1, -1, g, -1, -1))
-            flat = graph.call_method("reshape", (grown, b, h * g, -1, d))
-        flat.meta = {**node.meta}
-        node.replace_all_uses_with(flat)
+            if found["transposed"]:
+                value = right.meta["example_value"]
+                right = graph.call_method("transpose", (right, 2, 3))
+                right.meta = {**node.meta, "example_value": value.transpose(2, 3)}
+            product = graph.call_function(torch.matmul, (found["left"], right))
+        product.meta = {**node.meta}
+        node.replace_all_uses_with(product)
         graph.erase_node(node)
-        return f"heads repeated {g} times"
+        return f"{node.args[0]} is a matmul"
 
 
 def attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Dense attention in a spelling of its own."""
-    g = module.num_key_value_groups
-    k, v = k.repeat_interleave(g, dim=1), v.repeat_interleave(g, dim=1)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1
-    )
+    k, v = repeat_kv(k, module.num_key_value_groups), repeat_kv(v, module.num_key_value_groups)
+    scores = torch.einsum(SCORES, q, k) * module.scaling
+    if mask is not None:
+        scores = scores + mask
+    out = torch.einsum(VALUES, scores.softmax(-1), v)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -87,10 +90,10 @@ def generate() -> Explanation:
 def main() -> None:
     """Before and after."""
     AttentionInterface.register("spelled_differently", attention)
-    AttentionMaskInterface.register("spelled_differently", sdpa_mask)
+    AttentionMaskInterface.register("spelled_differently", eager_mask)
     print("Without the rule:\n", generate())
     torch._dynamo.reset()
-    kvpass.register_rule(ExpandHeads)
+    kvpass.register_rule(SpellOutEinsum)
     shown = generate()
     print("\nWith the rule:\n", shown)
     print("\nThe decode graph before:\n", shown.graphs[-1].before.graph)

@@ -28,13 +28,14 @@ def test_the_shipped_model_recalls() -> None:
     assert quickstart.recall_accuracy(model, prompts) >= 0.9
 
 
-def test_the_example_rule_packs_what_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_rule_fuses_what_was_decoded(capsys: pytest.CaptureFixture[str]) -> None:
     rules = list(RULES)
     try:
         add_a_rule.main()
     finally:
         RULES[:] = rules
     without, with_rule = capsys.readouterr().out.split("With the rule:")
-    assert "keys come from repeat_interleave, not from a cache update" in without
-    assert "fired   expand_heads: heads repeated 2 times" in with_rule
+    assert "fired   decode_reader: decoded in front of getitem" in without
+    assert "fuse_attention" not in without
+    assert "fired   spell_out_einsum: bhqd,bhtd->bhqt is a matmul" in with_rule
     assert "fired   fuse_attention" in with_rule

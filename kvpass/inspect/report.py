@@ -56,11 +56,11 @@ class GraphReport:
 
     @property
     def kind(self) -> str:
-        """What the graph does with the cache."""
-        fired = {event.rule for event in self.events if event.fired}
-        if "fuse_attention" in fired:
+        """``decode`` if the graph extends a packed cache, ``prefill`` if it makes one."""
+        ops = {choice.op for choice in self.choices}
+        if "append" in ops:
             return "decode"
-        return "prefill" if "quantize_cache" in fired else "no packed cache"
+        return "prefill" if "pack" in ops else "no packed cache"
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

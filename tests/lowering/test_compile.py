@@ -56,7 +56,9 @@ def test_preset_compiles_without_spills(preset, sliding, head_dim, capability, c
         assert report.registers <= MOST_REGISTERS
     split = next(r for r in reports if r.name == "attention_split")
     assert split.tensor_core_instructions > 0
-    assert split.instructions["I2F"] == 0
+    assert not any(loop["I2F"] for loop in inspection.loops(split.sass))
+    # A ring's first slot is found once, with a division, which goes through floats.
+    assert sliding or split.instructions["I2F"] == 0
 
 
 @pytest.mark.parametrize("capability", inspection.CAPABILITIES)

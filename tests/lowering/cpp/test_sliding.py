@@ -139,7 +139,8 @@ def test_kernels_do_not_depend_on_how_many_tokens_are_kept_or_have_room():
 def test_what_a_static_cache_has_not_written_is_zero(plan):
     text = f"{plan}/keep=699/room=700"
     for tokens in (1, 130, 512, 700):
-        state = poison(reference_pack(keys_like(2, 2, tokens, 64, torch.float32), text), text)
+        # All 700 tokens count, as in a step of one token.
+        state = poison(reference_pack(keys_like(2, 2, tokens, 64, torch.float32), text), text, 1)
         assert unpack.supports(state, 700, text, torch.float32) is None
         decoded = unpack.unpack(state, 700, text, torch.float32)
         assert not decoded[:, :, tokens:].any()
