@@ -93,6 +93,8 @@ def copy_module(gm: GraphModule) -> GraphModule:
     graph.output(output)
     for old, new in mapping.items():
         copy_source(old, new)
+        # A weak reference to the real argument, which Dynamo drops after compilation.
+        new.meta.pop("grapharg", None)
     copied = GraphModule(gm, graph)
     copied.meta = dict(gm.meta)
     return copied

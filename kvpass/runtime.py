@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,14 @@ from kvpass._torch import assert_soon
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import MAX_STEP
 from kvpass.errors import CacheStateError
-from kvpass.graph.bind import Binding, ExtendedOutput, FreshOutput, PlainOutput, StaticStep
+from kvpass.graph.bind import (
+    Binding,
+    ExtendedOutput,
+    FreshOutput,
+    PlainBuffer,
+    PlainOutput,
+    StaticStep,
+)
 from kvpass.inspect.report import GraphReport
 
 # What is added to hidden scores is below.
@@ -30,6 +38,7 @@ class PackedCallable:
         self._packed = frozenset(binding.packed)
         self._statics = binding.statics
         self._masks = set(binding.masks)
+        self._buffers = binding.buffers
         self._outputs = binding.outputs
         self._extended = [o for o in binding.outputs if isinstance(o, ExtendedOutput)]
         self._report = report
@@ -49,6 +58,7 @@ class PackedCallable:
             else:
                 flat.append(arg)
         before = [_save(handle, new) for handle, new, _ in steps]
+        plain = [_save_plain(buffer, args) for buffer in self._buffers]
         try:
             results = self._inner(*flat)
         except BaseException:
@@ -57,10 +67,14 @@ class PackedCallable:
             for static in self._statics:
                 if static.counter is not None:
                     args[static.counter].fill_(_written(static, args))
+            for buffer, old in zip(self._buffers, plain, strict=True):
+                _changed(buffer, args).copy_(old)
             raise
         for static in self._statics:
             if static.argument is not None:
                 args[static.argument].written += static.new(args)
+        for buffer, old in zip(self._buffers, plain, strict=True):
+            _pack_buffer(buffer, args, old)
         return self._wrap(args, results)
 
     def _static_steps(self, args: Sequence[Any]) -> list[tuple[PackedKV, int, int]]:
@@ -175,3 +189,33 @@ def _restore(handle: PackedKV, saved: list[Tensor] | None) -> None:
         return
     for tensor, old in zip(handle.state[-len(saved) :], saved, strict=True):
         tensor.copy_(old)
+
+
+def _changed(buffer: PlainBuffer, args: Sequence[Any]) -> Tensor:
+    """What a failed call must not leave changed: a window's content, or the number of tokens that
+    are written, for what lies behind them is never read."""
+    changed: Tensor = args[buffer.argument if buffer.counter is None else buffer.counter]
+    return changed
+
+
+def _save_plain(buffer: PlainBuffer, args: Sequence[Any]) -> Tensor:
+    return _changed(buffer, args).clone()
+
+
+def _pack_buffer(buffer: PlainBuffer, args: Sequence[Any], old: Tensor) -> None:
+    """Turns a static cache's plain buffer into a `PackedKV`, in place: whatever holds the buffer
+    holds the packed tensor then."""
+    plain, plan = args[buffer.argument], buffer.plan
+    room = plain.shape[2]
+    written = room if buffer.counter is None else min(int(old) + buffer.new(args), room)
+    state = torch.ops.kvpass.pack.default(plain[:, :, :written], str(plan))
+    stored = written - plan.skipped(written)
+    packed = PackedKV(state, plan, plan.logical(written), plain.dtype, written=stored)
+    try:
+        torch.utils.swap_tensors(plain, packed)
+    except RuntimeError as error:
+        warnings.warn(
+            f"kvpass: a static cache's buffer stays plain, in {8 * plain.dtype.itemsize} bits: "
+            f"something else than the cache holds it ({error}).",
+            stacklevel=2,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -115,18 +116,65 @@ def test_eager_steps_stay_packed() -> None:
     assert (got - wanted[:, 50:]).abs().max().item() <= logits(torch.float32, "kivi-2bit")
 
 
-def test_a_plain_buffer_is_refused_and_the_graph_runs_unchanged() -> None:
+CONFIG = CompileConfig(backend="kvpass", mode=None, options={"recipe": KIVI, "inner": "eager"})
+CONFIG._compile_all_devices = True
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_cache_filled_without_kvpass_is_packed_after_its_first_step(family: str) -> None:
     """generate() compiles only the steps of a static cache by itself, not the prompt."""
-    model = tiny_model("llama", layers=1)
-    ids = prompt(1, 30)
-    wanted = model.generate(ids, cache_implementation="static", **GREEDY)
-    config = CompileConfig(
-        backend="kvpass", mode=None, options={"recipe": "kivi-2bit", "inner": "eager"}
-    )
-    config._compile_all_devices = True
-    with pytest.warns(UserWarning, match="the static buffer is plain, since its prompt was not"):
-        got = model.generate(ids, cache_implementation="static", compile_config=config, **GREEDY)
-    assert torch.equal(got, wanted)
+    model, ids = tiny_model(family), prompt(1, 30)
+    settings = {**GREEDY, "min_new_tokens": 30, "cache_implementation": "static"}
+    settings["return_dict_in_generate"] = True
+    wanted = model.generate(ids, output_logits=True, **settings)
+    got = model.generate(ids, output_logits=True, compile_config=CONFIG, **settings)
+    for layer in got.past_key_values.layers:
+        assert isinstance(layer.keys, PackedKV)
+        assert isinstance(layer.values, PackedKV)
+    errors = [(a - b).abs().max().item() for a, b in zip(got.logits, wanted.logits, strict=True)]
+    # The prompt and one step as they are, then the packed cache shows.
+    assert max(errors[:2]) <= logits(torch.float32, "fp")
+    assert max(errors[2:]) > 100 * logits(torch.float32, "fp")
+    kinds = [graph.kind for graph in explain(model).graphs]
+    assert kinds[:2] == ["plain step", "decode"]
+
+
+def plain_then_packed(ids: torch.Tensor, recipe: str) -> tuple[Any, Any, Any, torch.Tensor]:
+    """A model compiled by kvpass and a static cache that was filled without it, the same for the
+    plain model, and the logits of a plain step after it."""
+    model = tiny_model("llama", layers=2)
+    caches = [static(model), static(model)]
+    for cache in caches:
+        run_steps(model, ids[:, :-1], [ids.shape[1] - 1], None, cache)
+    wanted, _ = run_steps(model, ids[:, -1:], [1], None, caches[0])
+    return compiled(model, recipe), caches[1], caches[0], wanted
+
+
+def test_what_is_packed_are_the_tokens_of_the_plain_buffer() -> None:
+    twin, cache, plain, wanted = plain_then_packed(prompt(1, 150), "kivi-4bit")
+    got, _ = run_steps(twin, prompt(1, 150)[:, -1:], [1], None, cache)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32, "fp")
+    # Of the first layer, which no rounding of an attention has reached.
+    layer, other = cache.layers[0], plain.layers[0]
+    for packed, exact in ((layer.keys, other.keys), (layer.values, other.values)):
+        plan = str(packed.plan)
+        stored = torch.ops.kvpass.pack(exact[:, :, :150], plan)
+        decoded = torch.ops.kvpass.unpack(stored, 150, plan, torch.float32)
+        assert packed.written == 150
+        assert torch.equal(packed.decode(), decoded)
+
+
+def test_a_buffer_that_something_else_holds_stays_plain() -> None:
+    twin, cache, _, wanted = plain_then_packed(prompt(1, 40), "kivi-4bit")
+    held = weakref.ref(cache.layers[0].keys)
+    with pytest.warns(UserWarning, match="a static cache's buffer stays plain, in 32 bits"):
+        got, _ = run_steps(twin, prompt(1, 40)[:, -1:], [1], None, cache)
+    assert (got - wanted).abs().max().item() <= logits(torch.float32, "fp")
+    assert held() is cache.layers[0].keys
+    assert not isinstance(cache.layers[0].keys, PackedKV)
+    assert isinstance(cache.layers[0].values, PackedKV)
+    run_steps(twin, prompt(1, 1), [1], None, cache)
+    assert cache.layers[0].values.written == 41
 
 
 def test_a_failed_step_leaves_counters_and_cache_as_they_were(

@@ -8,7 +8,7 @@ callable around the graph maps its arguments and results.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,6 +79,23 @@ class StaticStep:
 
 
 @dataclass(frozen=True)
+class PlainBuffer:
+    """A static cache's plain buffer, to be packed by ``plan`` when the graph has run.
+
+    Attributes:
+        argument: which it is.
+        counter: the argument that says how many tokens were written before; None for a window that
+            is full after the call.
+        new: tokens of the call.
+    """
+
+    argument: int
+    plan: TensorPlan
+    counter: int | None
+    new: Size
+
+
+@dataclass(frozen=True)
 class Binding:
     """How arguments and results of Dynamo's graph map to those of the inner graph.
 
@@ -86,6 +103,7 @@ class Binding:
         packed: positions of the packed arguments.
         statics: static caches that are written.
         masks: arguments that must hide what is not written yet of a static cache, and the latter.
+        buffers: plain buffers to be packed.
         outputs: one per result of Dynamo's graph.
         examples: fake or real example arguments of the inner graph.
     """
@@ -93,6 +111,7 @@ class Binding:
     packed: tuple[int, ...]
     statics: tuple[StaticStep, ...]
     masks: tuple[tuple[int, int], ...]
+    buffers: tuple[PlainBuffer, ...]
     outputs: tuple[Output, ...]
     examples: tuple[Any, ...]
 
@@ -187,12 +206,13 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
     for node in list(graph.nodes):
         if node.target in logical.LOGICAL:
             binder.bind_op(node)
+    buffers = tuple(binder.plain_buffers())
     outputs = binder.bind_outputs()
     for node in reversed(list(graph.nodes)):
         if node.target in logical.LOGICAL or node in binder.arguments:
             graph.erase_node(node)
     masks = tuple((mask, argument) for argument, mask in binder.masks.items())
-    return Binding(packed, tuple(binder.statics), masks, outputs, examples)
+    return Binding(packed, tuple(binder.statics), masks, buffers, outputs, examples)
 
 
 class _Binder:
@@ -265,6 +285,14 @@ class _Binder:
             counter=None if update.counter is None else self.positions[update.counter],
             filled=None if update.filled is None else Size(update.filled, self.symbols),
         )
+
+    def plain_buffers(self) -> Iterator[PlainBuffer]:
+        for node in self.graph.nodes:
+            if (found := node.meta.get("pack_after")) is not None:
+                update, plan = found
+                counter = None if update.counter is None else self.positions[update.counter]
+                new = Size(update.new.meta["example_value"].shape[2], self.symbols)
+                yield PlainBuffer(self.positions[update.buffer], plan, counter, new)
 
     def _stored(self, node: Node) -> TensorPlan:
         """The plan by which the first prompt of an ``append`` is packed."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ class StaticUpdate:
     Attributes:
         write: the node.
         buffer: a placeholder, or zeros that the graph returns.
-        past: the buffer where it is a packed placeholder; None where the cache is still empty.
+        past: the buffer where it is a packed placeholder; None where the cache is still empty, or
+            plain.
+        plain: whether the buffer is a plain placeholder.
         new: the keys or values to write, ``[B, H, n, D]``.
         room: tokens that there is room for.
         positions: ``[n]``, the slots that are written; None for a window.
@@ -48,6 +50,7 @@ class StaticUpdate:
     slices: tuple[Node, ...] = ()
     reads: tuple[Node, ...] = ()
     dead: tuple[Node, ...] = ()
+    plain: bool = False
 
 
 def static_updates(graph: Graph) -> dict[Node, StaticUpdate | Miss]:
@@ -57,32 +60,32 @@ def static_updates(graph: Graph) -> dict[Node, StaticUpdate | Miss]:
     return {node: update for node, update in found.items() if update is not None}
 
 
-def _buffer(write: Node) -> Miss | bool | None:
-    """Whether the buffer that is written is packed; None if it is no cache's at all."""
+Kind = Literal["packed", "plain", "born"]
+
+
+def _kind(write: Node) -> Miss | Kind | None:
+    """Whether the buffer that is written is packed, plain, or made by the graph; None if it is no
+    cache's at all."""
     buffer = write.args[0]
     assert isinstance(buffer, Node)
     example = buffer.meta["example_value"]
     born = op_name(buffer) == "zeros"
     if example.dim() != 4 or not (born or is_cache_tensor(buffer)):
         return None
-    if not born and not isinstance(example, PackedKV):
-        return Miss(
-            "the static buffer is plain, since its prompt was not compiled by kvpass; compile the "
-            "model itself with model.compile(backend='kvpass')",
-            buffer,
-        )
     # Where Dynamo has made the buffer's length a symbol, this fixes it for the graph.
     if int(example.shape[2]) < 2:
         return Miss("the static buffer has room for a single token", buffer)
-    return Miss("the result of the write is read", write) if write.users else not born
+    if write.users:
+        return Miss("the result of the write is read", write)
+    return "born" if born else "packed" if isinstance(example, PackedKV) else "plain"
 
 
 def _static_update(write: Node) -> StaticUpdate | Miss | None:
     if len(write.args) != 4 or write.kwargs or write.args[1] not in (2, -2):
         return None
-    packed = _buffer(write)
-    if not isinstance(packed, bool):
-        return packed
+    kind = _kind(write)
+    if not isinstance(kind, str):
+        return kind
     buffer, _, positions, new = write.args
     assert isinstance(buffer, Node)
     assert isinstance(new, Node)
@@ -91,10 +94,10 @@ def _static_update(write: Node) -> StaticUpdate | Miss | None:
     counter = _counter(positions, count)
     if counter is None:
         return Miss("the positions that are written are not known to follow the last ones", write)
-    slices = tuple(u for u in buffer.users if not packed and _is_first(u, count))
-    past = buffer if packed else None
+    slices = tuple(u for u in buffer.users if kind == "born" and _is_first(u, count))
+    past, plain = buffer if kind == "packed" else None, kind == "plain"
     return StaticUpdate(
-        write, buffer, past, new, room, positions, counter, slices=slices, reads=slices
+        write, buffer, past, new, room, positions, counter, None, slices, slices, plain=plain
     )
 
 
@@ -102,24 +105,27 @@ def _window_update(write: Node) -> StaticUpdate | Miss | None:
     """A write of a whole buffer: what a window of its length shows after new tokens."""
     if len(write.args) != 2 or write.kwargs or not isinstance(write.args[0], Node):
         return None
-    packed = _buffer(write)
-    if not isinstance(packed, bool):
-        return packed
+    kind = _kind(write)
+    if not isinstance(kind, str):
+        return kind
     buffer, content = write.args
     assert isinstance(buffer, Node)
     assert isinstance(content, Node)
     room = int(buffer.meta["example_value"].shape[2])
-    past, last = buffer if packed else None, last_tokens(content)
+    last = last_tokens(content)
     source = content.args[0] if last is not None else content
     assert isinstance(source, Node)
-    if not packed and last == room:
+    found: StaticUpdate | Miss = Miss("the static buffer is overwritten in an unknown way", write)
+    if kind == "born" and last == room:
         # A first prompt as long as the window or longer: attention reads it, not the buffer.
-        return StaticUpdate(write, buffer, past, source, room, reads=(source,), dead=(content,))
-    if packed and op_name(content) == "roll":
-        return _rolled(write, buffer, content, room)
-    if packed and last == room and op_name(source) == "cat":
-        return _joined(write, buffer, content, source, room)
-    return Miss("the static buffer is overwritten in an unknown way", write)
+        found = StaticUpdate(write, buffer, None, source, room, reads=(source,), dead=(content,))
+    elif kind != "born" and op_name(content) == "roll":
+        found = _rolled(write, buffer, content, room)
+    elif kind != "born" and last == room and op_name(source) == "cat":
+        found = _joined(write, buffer, content, source, room)
+    if kind == "plain" and isinstance(found, StaticUpdate):
+        return replace(found, past=None, plain=True)
+    return found
 
 
 def _rolled(write: Node, buffer: Node, content: Node, room: int) -> StaticUpdate | Miss:

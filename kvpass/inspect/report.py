@@ -56,8 +56,11 @@ class GraphReport:
 
     @property
     def kind(self) -> str:
-        """``decode`` if the graph extends a packed cache, ``prefill`` if it makes one."""
+        """``decode`` if the graph extends a packed cache, ``prefill`` if it makes one, ``plain
+        step`` if a plain static cache is packed when the graph has run."""
         ops = {choice.op for choice in self.choices}
+        if any("pack_after" in node.meta for node in self.after.graph.nodes):
+            return "plain step"
         if "append" in ops:
             return "decode"
         return "prefill" if "pack" in ops else "no packed cache"

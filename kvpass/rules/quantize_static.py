@@ -20,7 +20,8 @@ from kvpass.rules.storage import storage
 # where count is how many tokens are written, which is checked when the graph is called. Lossy as
 # quantize_cache, and exact in a prefill as well: its attention reads the new tokens or a plain
 # buffer, which lives as long as its layer. A window of a fixed length is the same with its last
-# tokens and the new ones copied into it.
+# tokens and the new ones copied into it. A plain buffer that was filled elsewhere is packed after a
+# first call that reads and writes it plain.
 class QuantizeStatic(Rule):
     """Keeps a static cache packed."""
 
@@ -44,6 +45,10 @@ class QuantizeStatic(Rule):
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """See the comment above the class."""
         update, plan, graph = found["update"], found["plan"], context.graph
+        if update.plain:
+            # The graph runs as it is, and the buffer is packed when it has run.
+            update.write.meta["pack_after"] = (update, plan)
+            return f"{found['role']} {plan}, packed after this call"
         n = update.new.meta["example_value"].shape[2]
         if update.past is None:
             packed = _first_prompt(update, plan, context)
