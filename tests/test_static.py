@@ -226,10 +226,14 @@ def test_static_windows(name: str) -> None:
     assert (got - wanted).abs().max().item() <= logits(torch.float32, name)
 
 
-def test_a_prompt_longer_than_a_static_window() -> None:
+@pytest.mark.parametrize("name", ["fp", "kivi-2bit"])
+def test_a_prompt_longer_than_a_static_window(name: str) -> None:
+    chosen = KIVI if name != "fp" else recipe("fp")
     model = tiny_model("mistral", layers=1)
-    ids = prompt(1, 90)
-    wanted, _ = run_steps(model, ids, [70] + [1] * 20)
-    got, cache = run_steps(compiled(model, recipe("fp")), ids, [70] + [1] * 20, cache=static(model))
-    assert isinstance(cache.layers[0].keys, PackedKV)
-    assert (got - wanted).abs().max().item() <= logits(torch.float32)
+    ids, steps = prompt(1, 90), [70] + [1] * 20
+    wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
+    got, cache = run_steps(compiled(model, chosen), ids, steps, cache=static(model))
+    keys = cache.layers[0].keys
+    assert isinstance(keys, PackedKV)
+    assert str(keys.plan).startswith("int2.channel" if name != "fp" else "fp")
+    assert (got - wanted).abs().max().item() <= logits(torch.float32, name)

@@ -7,6 +7,7 @@ matched as a chain of steps and then folded into ``softcap``, ``scale``, a mask 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -204,12 +205,23 @@ def _ends_softmax(node: Node) -> bool:
     return op_name(weights) == "softmax"
 
 
-def find_attention(form: str, node: Node, path: str) -> AttentionSite | Miss:
+def find_attention(
+    form: str, node: Node, path: str, is_source: Callable[[Node], bool] = lambda node: False
+) -> AttentionSite | Miss:
     """The attention whose output ``node`` is. It may have a ``miss``; a `Miss` in its place means
-    that not even the roles of keys and values are known."""
+    that not even the roles of keys and values are known.
+
+    ``is_source``: nodes that are keys or values although views lead to them: what is written into
+    a cache and read beside it.
+    """
     found: Captures = {}
     if miss := FORMS[form].match(node, found):
         return miss
+    for name, steps in (("keys", "key_steps"), ("values", "value_steps")):
+        for i, step in enumerate(found[steps]):
+            if is_source(step.node):
+                found[name], found[steps] = step.node, found[steps][i + 1 :]
+                break
     site = AttentionSite(form, node, path, found["q"], found["keys"], found["values"], heads=0)
     keys = follow(site.keys, found["key_steps"])
     values = follow(site.values, found["value_steps"])

@@ -86,7 +86,7 @@ def _attention(node: Node, sites: Sites) -> AttentionSite | Miss | None:
     form = form_of(node)
     if form is None:
         return None
-    found = find_attention(form, node, module_path(node))
+    found = find_attention(form, node, module_path(node), sites.slices.__contains__)
     if isinstance(found, AttentionSite):
         found = replace(
             found,
