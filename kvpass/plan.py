@@ -66,11 +66,12 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for a model: one `LayerPlan` for all layers, and exceptions by module path.
+    """A plan for a model: one `LayerPlan` for all layers, and exceptions.
 
     Attributes:
         default: for every layer that ``layers`` does not name.
-        layers: by the attention module's path, e.g. ``model.layers.0.self_attn``.
+        layers: by the attention module's path, e.g. ``model.layers.0.self_attn``, or by the number
+            of the layer in it, e.g. ``0``.
         recipe: the name of the recipe that made it.
     """
 
@@ -80,7 +81,8 @@ class Plan:
 
     def layer(self, path: str) -> LayerPlan:
         """The plan of the layer at ``path``."""
-        return self.layers.get(path, self.default)
+        named = (self.layers[name] for name in (path, *path.split(".")) if name in self.layers)
+        return next(named, self.default)
 
     def layer_at(self, index: int) -> LayerPlan:
         """The plan of the layer with this number in its path."""

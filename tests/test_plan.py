@@ -17,6 +17,8 @@ from kvpass.cache.codec import Codec
 from kvpass.cache.residency import Residency, TensorPlan
 from kvpass.errors import PlanError
 from kvpass.plan import LayerPlan, Plan
+from kvpass.recipes import recipe
+from kvpass.zoo.families import tiny_config
 from tests.strategies import tensor_plans
 
 LAYERS = st.builds(LayerPlan, tensor_plans(64), tensor_plans(64))
@@ -183,3 +185,17 @@ def load_or_error(path: Path) -> Plan | PlanError:
         return Plan.load(path)
     except PlanError as error:
         return error
+
+
+def test_layers_are_named_by_path_or_by_number():
+    by_path = LayerPlan(values=KIVI.values)
+    plan = Plan(layers={"1": KIVI, "model.layers.2.self_attn": by_path})
+    assert plan.layer("model.layers.1.self_attn") == plan.layer_at(1) == KIVI
+    assert plan.layer("model.layers.2.self_attn") == plan.layer_at(2) == by_path
+    assert plan.layer("model.layers.11.self_attn") == plan.layer_at(11) == LayerPlan()
+
+
+def test_layers_with_head_dimensions_of_their_own():
+    plan = recipe("kivi-4bit").plan(tiny_config("gemma4_text"))
+    groups = [plan.layer_at(i).values.codec.group for i in range(4)]
+    assert groups == [16, 32, 16, 32]

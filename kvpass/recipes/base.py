@@ -46,7 +46,18 @@ class Recipe(ABC):
         return None
 
     def plan(self, config: Any) -> Plan:
-        """The plan for a model with this transformers config: uniform over the layers."""
+        """The plan for a model with this transformers config: uniform over the layers, unless the
+        config gives layers head dimensions of their own."""
         text = config.get_text_config(decoder=True)
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if getattr(text, "is_heterogeneous", False):
+            dims = [_head_dim(layer) for layer in text.per_layer_config]
+            layers = {str(i): self.layer_plan(str(i), dim, dim) for i, dim in enumerate(dims)}
+            return Plan(layers=layers, recipe=self.name)
+        dim = _head_dim(text)
         return Plan(self.layer_plan("*", dim, dim), recipe=self.name)
+
+
+def _head_dim(config: Any) -> int:
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )

@@ -33,6 +33,8 @@ from kvpass.zoo.steps import Text, new_cache, random_text, run_steps
 # Small enough for a flush of keys while decoding.
 _SMALL = {"group": 16, "residual": 16}
 
+UPDATES = ("quantize_cache", "quantize_static")
+
 # Of logits, relative to the largest one of the plain model: the same values through other kernels
 # in float32, with sums in another order. It is 3e-6 at most over all families.
 TOLERANCE = 1e-4
@@ -212,7 +214,7 @@ def _sites(reports: Sequence[GraphReport], packed: int) -> dict[str, Any]:
     updates: dict[str, int] = {}
     fused, refused = set(), set()
     for report in reports:
-        fired = Counter(e.path for e in report.events if e.fired and e.rule == "quantize_cache")
+        fired = Counter(e.path for e in report.events if e.fired and e.rule in UPDATES)
         updates = {p: max(fired[p], updates.get(p, 0)) for p in {*fired, *updates}}
         fused |= {e.path for e in report.events if e.fired and e.rule == "fuse_attention"}
         refused |= {(e.path, e.rule, reason(e.detail)) for e in report.events if not e.fired}
