@@ -219,7 +219,11 @@ class PackedKV(Tensor):
         result = native.getitem(self, key)
         if result is not NotImplemented:
             return result  # type: ignore[no-any-return]
-        return super().__getitem__(key)
+        if is_traced(self.ends):
+            return super().__getitem__(key)
+        # A view of the decoded tensor, not of this one: torch cannot trace those everywhere.
+        native.note_decode("__getitem__", self)
+        return self.decode()[key]
 
     def repeat_interleave(  # type: ignore[override]
         self, repeats: int | Tensor, dim: int | None = None, *, output_size: int | None = None
