@@ -241,7 +241,9 @@ class PackedKV(Tensor):
         stale = ", stale" if self.stale else ""
         return f"PackedKV(shape={tuple(self.shape)}, dtype={self.dtype}, plan='{self.plan}'{stale})"
 
+    # Between the graphs of a model with graph breaks, Dynamo would compile what runs here, too.
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
