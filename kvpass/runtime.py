@@ -38,6 +38,7 @@ class PackedCallable:
         self._packed = frozenset(binding.packed)
         self._statics = binding.statics
         self._masks = set(binding.masks)
+        self._counts = binding.counts
         self._buffers = binding.buffers
         self._outputs = binding.outputs
         self._extended = [o for o in binding.outputs if isinstance(o, ExtendedOutput)]
@@ -96,6 +97,12 @@ class PackedCallable:
             # Without waiting for the device.
             expected = torch.tensor(written, device=counters[0].device)
             assert_soon(torch.stack(counters).eq(expected).all())
+        for count, argument in self._counts:
+            if args[count] != args[argument].written:
+                raise CacheStateError(
+                    f"The attention mask counts {args[count]} tokens where "
+                    f"{args[argument].written} are stored in the static cache."
+                )
         for static in self._statics:
             _check_window(static, args)
         handles = {s.argument: s.new(args) for s in self._statics if s.argument is not None}

@@ -243,8 +243,8 @@ class PackedKV(Tensor):
 
     # Between the graphs of a model with graph breaks, Dynamo would compile what runs here, too.
     @classmethod
-    @torch.compiler.disable
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(
         cls,
         func: Any,
         types: Sequence[type],

@@ -103,6 +103,8 @@ class Binding:
         packed: positions of the packed arguments.
         statics: static caches that are written.
         masks: arguments that must hide what is not written yet of a static cache, and the latter.
+        counts: arguments that must be the number of tokens that a static cache holds, and the
+            latter.
         buffers: plain buffers to be packed.
         outputs: one per result of Dynamo's graph.
         examples: fake or real example arguments of the inner graph.
@@ -111,6 +113,7 @@ class Binding:
     packed: tuple[int, ...]
     statics: tuple[StaticStep, ...]
     masks: tuple[tuple[int, int], ...]
+    counts: tuple[tuple[int, int], ...]
     buffers: tuple[PlainBuffer, ...]
     outputs: tuple[Output, ...]
     examples: tuple[Any, ...]
@@ -212,7 +215,8 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
         if node.target in logical.LOGICAL or node in binder.arguments:
             graph.erase_node(node)
     masks = tuple((mask, argument) for argument, mask in binder.masks.items())
-    return Binding(packed, tuple(binder.statics), masks, buffers, outputs, examples)
+    counts = tuple(dict.fromkeys(binder.counts))
+    return Binding(packed, tuple(binder.statics), masks, counts, buffers, outputs, examples)
 
 
 class _Binder:
@@ -226,6 +230,7 @@ class _Binder:
         self.positions = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
         self.statics: list[StaticStep] = []
         self.masks: dict[int, int] = {}
+        self.counts: list[tuple[int, int]] = []
         self.symbols = symbol_positions(graph)
 
     def bind_inputs(self, example_inputs: list[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
@@ -320,6 +325,10 @@ class _Binder:
             past = keys.args[0]
             assert isinstance(past, Node)
             self.masks[self.positions[past]] = self.positions[mask]
+        if (count := node.meta.get("counted_by")) is not None:
+            past = keys.args[0]
+            assert isinstance(past, Node)
+            self.counts.append((count, self.positions[past]))
 
     def _unpack(self, node: Node) -> None:
         (packed,) = node.args
