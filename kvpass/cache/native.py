@@ -49,13 +49,14 @@ def handles(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def note_decode(op: str, handle: PackedKV) -> None:
-    """Counts a decode outside compiled code; the first one warns."""
+def note_decode(op: str, handle: PackedKV, callers: int = 1) -> None:
+    """Counts a decode outside compiled code; the first one warns, of the code that is so many calls
+    above the caller."""
     if not DECODES:
         warnings.warn(
             f"{op} decoded a packed cache tensor {tuple(handle.shape)} to {handle.dtype}. "
             "kvpass warns once; kvpass.explain counts them all.",
-            stacklevel=3,
+            stacklevel=2 + callers,
         )
     DECODES[op] += 1
     log.debug("%s decoded %s", op, handle)

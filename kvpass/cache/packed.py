@@ -259,7 +259,8 @@ class PackedKV(Tensor):
                 return result
         handles = [x for x in tree_leaves((args, kwargs)) if isinstance(x, PackedKV)]
         if not any(is_traced(h.ends) for h in handles):
-            native.note_decode(str(func), handles[0])
+            # Through torch's wrapper.
+            native.note_decode(str(func), handles[0], callers=2)
         plain_args, plain_kwargs = tree_map_only(PackedKV, PackedKV.decode, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
 
