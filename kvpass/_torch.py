@@ -85,6 +85,14 @@ def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:
     new._dynamo_source = AttrSource(old._dynamo_source, attribute)  # type: ignore[attr-defined]
 
 
+def derived_source(graph: fx.Graph, new: fx.Node) -> None:
+    """Gives ``new``, a placeholder that Dynamo does not know, a source of its own; none where no
+    placeholder has one."""
+    known = [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
+    if known:
+        inner_source(known[0], new, new.name)
+
+
 def symbol_positions(graph: fx.Graph) -> dict[Any, int]:
     """Positions of the placeholders that carry the graph's symbols."""
     return {
@@ -260,3 +268,10 @@ def graph_counts() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
+
+
+def is_subclass(tensor: Tensor) -> bool:
+    """Whether ``tensor`` wraps others, as quantized and distributed ones do."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
