@@ -274,7 +274,9 @@ class _Binder:
                 assert isinstance(packed, Node)
                 self.state[node], self.plans[node] = self.state[packed], self.plans[packed]
             elif node.target is logical.permute_channels:
-                node.replace_all_uses_with(self._permuted(*node.args, node.meta["example_value"]))
+                x, order = node.args
+                bound = self._permuted(x, order, node.meta["example_value"])
+                node.replace_all_uses_with(bound)
             elif node.target in (logical.unpack, logical.stored):
                 self._unpack(node)
 

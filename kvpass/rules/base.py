@@ -67,8 +67,12 @@ class Context:
 
     @cached_property
     def changed(self) -> set[Node]:
-        """What shares memory with something that is changed in place, see `changed_storages`."""
-        return changed_storages(self.graph)
+        """What shares memory with something that is changed in place, see `changed_storages`. Their
+        ``meta`` says so, too."""
+        found = changed_storages(self.graph)
+        for node in found:
+            node.meta["changed"] = True
+        return found
 
     def layer_plan(
         self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]

@@ -46,8 +46,8 @@ class PermuteChannels(Rule):
             return None if order is None else {"order": order}
         if node.target is logical.attention:
             orders = [packed_order(n, context) for n in node.args[1:3]]
-            q = node.args[0]
-            return {"orders": orders, "q": q, "reads": []} if any(orders) else None
+            found = {"orders": orders, "q": node.args[0], "reads": [], "ends": (node,)}
+            return found if any(orders) else None
         site = next((s for s in context.sites.attentions if s.root is node), None)
         return None if site is None else _dense(site, context)
 
@@ -59,11 +59,13 @@ class PermuteChannels(Rule):
             node.target = logical.stored
             restored = permuted(node, inverse(_index(found["order"])), "stays")
             if restored is not node:
+                restored.meta["left"] = Miss("what is stored is read in the model's order", node)
                 node.replace_all_uses_with(restored, lambda user: user is not restored)
             return "put back into the model's order"
         keys, values = found["orders"]
         if keys is not None:
-            _permute_query(found["q"], keys, node if not found["reads"] else found["ends"][0])
+            late = found["q"] in context.changed
+            _permute_query(found["q"], keys, found["ends"][0], late)
         for (source, readers), order in zip(found["reads"], (keys, values), strict=False):
             if order is not None:
                 moved = permuted(source, _index(order))
@@ -106,9 +108,10 @@ def _append(node: Node, order: ChannelOrder, context: Context) -> str:
     return f"stored as {order}"
 
 
-def _permute_query(q: Node, order: ChannelOrder, reader: Node) -> None:
+def _permute_query(q: Node, order: ChannelOrder, reader: Node, late: bool) -> None:
     heads = int(q.meta["example_value"].shape[1])
-    moved = permuted(q, _index(order, heads))
+    # What is changed in place later on is permuted when it is read.
+    moved = permuted(q, _index(order, heads), before=reader if late else None)
     q.replace_all_uses_with(moved, lambda user: user is reader or _leads_to(user, {reader}))
 
 
@@ -118,6 +121,8 @@ def _dense(site: AttentionSite, context: Context) -> Captures | Miss | None:
     orders = [packed_order(context.packed.get(cat), context) for cat in cats]
     if site.root._erased or not any(orders):
         return None
+    if site.miss is not None:
+        return site.miss
     sources = _sources(site, context)
     if isinstance(sources, Miss):
         return sources

@@ -16,6 +16,7 @@ from kvpass.rules.pushes.base import (
     Moved,
     Push,
     Sink,
+    changed_miss,
     dim_miss,
     folded,
     operands,
@@ -37,6 +38,8 @@ class Elementwise(Push, Sink):
         source = _operand(x)
         if not isinstance(source, Node):
             return source
+        if miss := changed_miss(source):
+            return miss
         moved = permuted(source, index)
         x.replace_input_with(source, moved)
         return [] if moved is source else [moved]
@@ -79,6 +82,8 @@ class Scaled(Push):
         wide = [n for n in pair if _channels(n) != 1 and vector_miss(n) is not None]
         if len(wide) != 1 or len(shape_of(wide[0])) != index.dim():
             return Miss("what it is multiplied with is neither a parameter nor per token", x)
+        if miss := changed_miss(wide[0]):
+            return miss
         for name, value in (("input", left), ("other", right)):
             if value is not wide[0] and _channels(value) != 1:
                 replace_argument(x, name, value, vector_permuted(value, vector_index(index)))

@@ -106,6 +106,12 @@ def vector_index(index: Tensor) -> Tensor:
     return index
 
 
+def changed_miss(*nodes: Node) -> Miss | None:
+    """Why one of ``nodes`` cannot be permuted before it is read: it is changed in place."""
+    found = next((n for n in nodes if "changed" in n.meta), None)
+    return None if found is None else Miss("it is changed in place", found)
+
+
 def shape_of(node: Node) -> Any:
     """The shape of a node's tensor."""
     return node.meta["example_value"].shape

@@ -13,7 +13,7 @@ from torch.fx import Node
 from kvpass._torch import same_size
 from kvpass.graph.orders import permuted
 from kvpass.graph.pattern import Miss, argument, op_name
-from kvpass.rules.pushes.base import Moved, Push, alone, is_last, operands, shape_of
+from kvpass.rules.pushes.base import Moved, Push, alone, changed_miss, is_last, operands, shape_of
 from kvpass.rules.pushes.views import last_slice
 
 
@@ -45,9 +45,11 @@ class Rotary(Push):
         if not (keeps_halves(index) if halves else keeps_neighbours(index)):
             return Miss("the order does not keep the pairs of the rotary embedding", x)
         between = (rotation.by_cos, rotation.by_sin, *rotation.inner)
+        tables = (rotation.cos, rotation.sin)
         if miss := alone(between, (x, *between)):
             return miss
-        tables = (rotation.cos, rotation.sin)
+        if miss := changed_miss(rotation.x, *tables, *between):
+            return miss
         if any(len(shape_of(t)) != index.dim() for t in (rotation.x, *tables)):
             return Miss("cosines and sines have other dimensions than what they rotate", x)
         if any(shape_of(t)[-1] != index.shape[-1] for t in tables):

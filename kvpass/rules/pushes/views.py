@@ -22,7 +22,7 @@ from kvpass.graph.orders import (
     permuted,
 )
 from kvpass.graph.pattern import Miss, argument, op_name
-from kvpass.rules.pushes.base import Moved, Push, Sink, is_last, shape_of
+from kvpass.rules.pushes.base import Moved, Push, Sink, changed_miss, is_last, shape_of
 
 
 # P(Q(x)) = (P o Q)(x)
@@ -48,6 +48,8 @@ class Transpose(Push, Sink):
         if not dims or dims[-1] != len(dims) - 1:
             return Miss("the channels are transposed", x) if dims else None
         source = x.all_input_nodes[0]
+        if miss := changed_miss(source):
+            return miss
         back = [dims.index(d) for d in range(len(dims))]
         moved = permuted(source, index.permute(back))
         x.replace_input_with(source, moved)
@@ -74,6 +76,8 @@ class Reshape(Push, Sink):
         moved = _through(shape_of(source), shape_of(x), index)
         if moved is None:
             return Miss("the view does more than split the channels into heads", x)
+        if miss := changed_miss(source):
+            return miss
         new = permuted(source, moved)
         x.replace_input_with(source, new)
         return _new(new, source)
@@ -103,6 +107,8 @@ class Slice(Push):
         if stop - start != index.shape[-1]:
             return Miss("it is no run of channels", x)
         whole = embedded(index, start, int(shape_of(source)[-1]))
+        if miss := changed_miss(source):
+            return miss
         parts = x.all_input_nodes[0] if x.all_input_nodes[0] is not source else x
         others = [user for user in source.users if user is not parts]
         for other in others:
@@ -134,6 +140,8 @@ class Cat(Push):
             parts = [index] * len(tensors) if index.shape[dim] == 1 else None
         if parts is None or any(len(shape_of(t)) != index.dim() for t in tensors):
             return Miss("the order mixes channels that are joined", x)
+        if miss := changed_miss(*tensors):
+            return miss
         moved = [permuted(t, i) for t, i in zip(tensors, parts, strict=True)]
         new = type(tensors)(moved)
         if "tensors" in x.kwargs:
