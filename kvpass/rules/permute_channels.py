@@ -144,11 +144,12 @@ def _sources(site: AttentionSite, context: Context) -> list[Node] | Miss:
     """The plain keys and values that an attention reads."""
     found = []
     for cat, product in zip((site.keys, site.values), site.products, strict=True):
-        update = context.sites.updates.get(cat) or context.sites.static(cat)
-        known = {cat} if update is None else {cat, update.new}
+        update, static = context.sites.updates.get(cat), context.sites.static(cat)
+        known = {static.new} if static is not None else set()
+        known |= {update.cat, update.new} if update is not None else set()
         read = [_behind_views(node, known) for node in product.all_input_nodes]
         sources = [node for node in read if node is not None]
-        if len(sources) != 1 or sources[0].op == "placeholder":
+        if len(sources) != 1:
             return Miss("it reads a buffer, which stays in the model's order", site.root)
         found += sources
     return found
