@@ -14,6 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._sympy.functions import Max as Max
@@ -151,6 +152,11 @@ def symbol_bounds(value: torch.SymInt) -> dict[sympy.Symbol, tuple[int | None, i
 def storage_key(tensor: Tensor) -> int:
     """The same for tensors that share memory, in a compiler's stand-ins too."""
     return cast(int, tensor.untyped_storage()._cdata)
+
+
+def storage_reference(tensor: Tensor) -> object:
+    """Keeps `storage_key` of ``tensor`` from being given to another tensor, but no memory."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def written_arguments(target: Any) -> set[int | str] | None:

@@ -8,6 +8,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from kvpass._torch import storage_key, storage_reference
+
 # What a permuted weight is known by: the parameter's id, the order's shape, bytes and the
 # dimension.
 _Key = tuple[int, tuple[int, ...], bytes, int]
@@ -18,8 +20,29 @@ class _Derived:
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = weakref.ref(parameter)
-        self.state: tuple[object, ...] = ()
-        self.tensor = torch.empty(0)
+        self.tensor: Tensor | None = None
+
+    def derive(self, parameter: Tensor, fold: Fold) -> Tensor:
+        """Permutes the parameter as it is now."""
+        # Another tensor must not be taken for this one because it has the address.
+        self._storage = storage_reference(parameter)
+        self._version, self._key = parameter._version, storage_key(parameter)
+        self._layout = (parameter.data_ptr(), parameter.stride(), parameter.dtype)
+        self.tensor = fold.permuted(parameter)
+        return self.tensor
+
+    def current(self, parameter: Tensor) -> Tensor | None:
+        """The permuted parameter; None if it has changed, in place or by another storage or
+        layout. This runs per weight and step."""
+        if (
+            self.tensor is not None
+            and self.parameter() is parameter
+            and self._version == parameter._version
+            and self._key == storage_key(parameter)
+            and self._layout == (parameter.data_ptr(), parameter.stride(), parameter.dtype)
+        ):
+            return self.tensor
+        return None
 
 
 _lock = threading.Lock()
@@ -47,39 +70,33 @@ class Fold:
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """``parameter``, permuted as it is now."""
+        held = self._held.get(id(parameter))
+        if held is not None and (current := held.current(parameter)) is not None:
+            return current
         if parameter.is_inference():
             # It does not count its changes.
-            return self._permuted(parameter)
-        held = self._held.get(id(parameter))
-        if held is None or held.parameter() is not parameter:
+            return self.permuted(parameter)
+        with _lock:
             held = self._find(parameter)
-        if held.state != _state(parameter):
-            with _lock:
-                state = _state(parameter)
-                held.tensor, held.state = self._permuted(parameter), state
-        return held.tensor
+            current = held.current(parameter)
+            return held.derive(parameter, self) if current is None else current
 
     def _find(self, parameter: Tensor) -> _Derived:
-        with _lock:
-            # Those of parameters that are gone go with them.
-            for key in [key for key, held in self._held.items() if held.parameter() is None]:
-                del self._held[key]
-            name = (id(parameter), *self._name)
-            held = _shared.get(name)
-            if held is None or held.parameter() is not parameter:
-                held = _shared[name] = _Derived(parameter)
-            self._held[id(parameter)] = held
-            return held
+        # Those of parameters that are gone go with them.
+        for key in [key for key, held in self._held.items() if held.parameter() is None]:
+            del self._held[key]
+        name = (id(parameter), *self._name)
+        held = _shared.get(name)
+        if held is None or held.parameter() is not parameter:
+            held = _shared[name] = _Derived(parameter)
+        self._held[id(parameter)] = held
+        return held
 
-    def _permuted(self, parameter: Tensor) -> Tensor:
+    def permuted(self, parameter: Tensor) -> Tensor:
+        """A permuted copy."""
         # Neither part of an autograd graph nor an inference tensor: it outlives the call.
         with torch.inference_mode(False), torch.no_grad():
             order = self._order.to(parameter.device)
             flat = parameter.detach().index_select(self._dim, order.flatten())
             out: Tensor = flat.unflatten(self._dim, order.shape)
             return out
-
-
-def _state(parameter: Tensor) -> tuple[object, ...]:
-    """What differs after a change: in place, of the storage, or of its type."""
-    return parameter._version, parameter.data_ptr(), parameter.dtype, parameter.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class ChannelOrder:
         return None
 
     def __repr__(self) -> str:
-        return f"ChannelOrder({self.heads}x{self.dim}, {hash(self.channels) & 0xFFFF:04x})"
+        return f"ChannelOrder({self.heads}x{self.dim}, {crc32(self.channels):08x})"
 
 
 @lru_cache(maxsize=1024)

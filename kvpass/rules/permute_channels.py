@@ -105,7 +105,7 @@ def _append(node: Node, order: ChannelOrder, context: Context) -> str:
     moved = permuted(new, _index(order), before=late)
     constant = order_node(context.graph, order.tensor(), new.meta["example_value"].device)
     node.args = (past, moved, plan, whole[0] if whole else False, constant)
-    return f"stored as {order}"
+    return f"{order.heads} heads of {order.dim} channels are stored in an order"
 
 
 def _permute_query(q: Node, order: ChannelOrder, reader: Node, late: bool) -> None:
