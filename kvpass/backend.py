@@ -22,7 +22,8 @@ from kvpass._torch import (
     trace_artifact,
 )
 from kvpass.errors import UnmatchedGraphError
-from kvpass.graph.bind import Binding, bind_state, unpack_unknown_readers
+from kvpass.graph.bind import bind_state, unpack_unknown_readers
+from kvpass.graph.binding import Binding
 from kvpass.graph.sites import find_sites, module_path
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe

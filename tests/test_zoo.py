@@ -93,6 +93,18 @@ def test_modes(mode: Mode) -> None:
     assert [o.status for o in outcomes] == ["ok"]
 
 
+def test_an_attention_behind_a_graph_break_reads_what_was_not_packed() -> None:
+    (outcome,) = run_mode("mpt", Mode("eager", "static"), ["kivi-4bit"])
+    assert (outcome.status, outcome.packed, outcome.tensors) == ("ok", 2, 4)
+    assert any("behind a graph break" in why for why in outcome.refused)
+
+
+def test_a_cache_that_changes_the_plain_model_is_not_checked() -> None:
+    (outcome,) = run_mode("gpt_neo", Mode("eager", "static"), ["kivi-4bit"])
+    assert outcome.status == "unchecked"
+    assert outcome.problem.startswith("without kvpass a StaticCache changes what the model answers")
+
+
 def test_every_family_has_a_tiny_config() -> None:
     """Of every decoder in the installed transformers, without building any."""
     for family in family_names():

@@ -18,7 +18,7 @@ from kvpass.bench.contenders import (
 from kvpass.bench.device import require_memory
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Result, copy_bandwidth, measure
-from kvpass.recipes import recipe as recipe_of
+from kvpass.recipes import written_recipe as recipe_of
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ def _timing_options(parser: argparse.ArgumentParser, rounds: int) -> None:
                         "bfloat16")  # fmt: skip
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
     parser.add_argument("--rounds", type=int, default=rounds, help="timed calls of each contender")
-    parser.add_argument("--recipes", nargs="+", default=["kivi-4bit", "kivi-2bit"])
+    parser.add_argument("--recipes", nargs="+", default=["kivi-4bit", "kivi-2bit"], metavar="NAME",
+                        help="also with fields: kivi-2bit,group=128")  # fmt: skip
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     _output_options(parser)
 

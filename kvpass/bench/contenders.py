@@ -19,7 +19,7 @@ from kvpass.bench.device import cache_size, free_memory
 from kvpass.bench.timing import Contender, relative_error
 from kvpass.cache.packed import PackedKV
 from kvpass.errors import OptionError
-from kvpass.recipes import recipe as recipe_of
+from kvpass.recipes import written_recipe as recipe_of
 
 HF_NAME = "sdpa enable_gqa (HF)"
 ROWS_NAME = "sdpa rows"

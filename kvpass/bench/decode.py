@@ -21,7 +21,7 @@ from kvpass.bench.memory import cache_bytes
 from kvpass.bench.models import model_bytes, random_model
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Result, measure
-from kvpass.recipes import recipe as recipe_of
+from kvpass.recipes import written_recipe as recipe_of
 
 _WARM_UP = 3
 # Plain caches that are alive at once: three contenders and the reference.

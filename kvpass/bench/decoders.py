@@ -28,7 +28,7 @@ from kvpass.bench.filling import (
 )
 from kvpass.bench.timing import Contender, Result, relative_error
 from kvpass.inspect.report import reports
-from kvpass.recipes import recipe as recipe_of
+from kvpass.recipes import written_recipe as recipe_of
 
 EAGER_NAME = "eager, DynamicCache"
 _QUANTIZED = {"quanto": "optimum.quanto", "hqq": "hqq"}

@@ -17,7 +17,7 @@ from kvpass.bench.timing import relative_error
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
 from kvpass.plan import LayerPlan
-from kvpass.recipes import recipe as recipe_of
+from kvpass.recipes import written_recipe as recipe_of
 
 _BATCH, _HEADS, _KV_HEADS = 2, 8, 2
 # Below, at and above a flush; the last one is split among programs.

@@ -15,7 +15,7 @@ from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan
-from kvpass.recipes import recipe as recipe_of
+from kvpass.recipes import written_recipe as recipe_of
 
 # Lengths around flushes, tiles and the smallest capacity, at which real caches are made.
 CHECKED_TOKENS = (1, 128, 257, 700)

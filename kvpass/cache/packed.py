@@ -237,7 +237,11 @@ class PackedKV(Tensor):
         result = native.getitem(self, key)
         if result is not NotImplemented:
             return result  # type: ignore[no-any-return]
-        return super().__getitem__(key)
+        if is_traced(self.ends):
+            return super().__getitem__(key)
+        # A view of the decoded tensor, not of this one: torch cannot trace those everywhere.
+        native.note_decode("__getitem__", self)
+        return self.decode()[key]
 
     def repeat_interleave(  # type: ignore[override]
         self, repeats: int | Tensor, dim: int | None = None, *, output_size: int | None = None
@@ -255,8 +259,10 @@ class PackedKV(Tensor):
         stale = ", stale" if self.stale else ""
         return f"PackedKV(shape={tuple(self.shape)}, dtype={self.dtype}, plan='{self.plan}'{stale})"
 
+    # Between the graphs of a model with graph breaks, Dynamo would compile what runs here, too.
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(
         cls,
         func: Any,
         types: Sequence[type],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +23,15 @@ from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import GraphError, UnmatchedGraphError
 from kvpass.folding import Fold
+from kvpass.graph.binding import (
+    Binding,
+    ExtendedOutput,
+    FreshOutput,
+    Output,
+    PlainBuffer,
+    PlainOutput,
+    StaticStep,
+)
 from kvpass.graph.orders import inverse, is_order, order_node, order_value
 from kvpass.graph.pattern import op_name
 from kvpass.graph.reads import changes
@@ -30,101 +39,6 @@ from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
 
 ops = torch.ops.kvpass
-
-
-@dataclass(frozen=True)
-class PlainOutput:
-    """Result ``index`` of the inner graph, as it is."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class ExtendedOutput:
-    """The cache tensor of argument ``argument`` after ``new`` more tokens, of length ``tokens``."""
-
-    argument: int
-    new: Size
-    tokens: Size
-
-
-@dataclass(frozen=True)
-class FreshOutput:
-    """A cache tensor made of the results from ``first`` on, from ``new`` tokens.
-
-    ``stored`` is the plan by which they were packed, ``order`` that of their channels.
-    """
-
-    first: int
-    plan: TensorPlan
-    stored: TensorPlan
-    new: Size
-    dtype: torch.dtype
-    order: ChannelOrder | None = None
-
-
-Output = PlainOutput | ExtendedOutput | FreshOutput
-
-
-@dataclass(frozen=True)
-class StaticStep:
-    """A static cache's tensor is extended in place by ``new`` tokens.
-
-    Attributes:
-        argument: which it is; None where the graph makes it.
-        new: tokens.
-        counter: the argument that says how many tokens are written; None for a window.
-        filled: how many tokens a window must hold before, or more where it is full.
-    """
-
-    argument: int | None
-    new: Size
-    counter: int | None
-    filled: Size | None
-
-
-@dataclass(frozen=True)
-class PlainBuffer:
-    """A static cache's plain buffer, to be packed by ``plan`` when the graph has run.
-
-    Attributes:
-        argument: which it is.
-        counter: the argument that says how many tokens were written before; None for a window that
-            is full after the call.
-        new: tokens of the call.
-        order: in which the channels are to be stored.
-    """
-
-    argument: int
-    plan: TensorPlan
-    counter: int | None
-    new: Size
-    order: ChannelOrder | None = None
-
-
-@dataclass(frozen=True)
-class Binding:
-    """How arguments and results of Dynamo's graph map to those of the inner graph.
-
-    Attributes:
-        packed: positions of the packed arguments.
-        statics: static caches that are written.
-        masks: arguments that must hide what is not written yet of a static cache, and the latter.
-        buffers: plain buffers to be packed.
-        outputs: one per result of Dynamo's graph.
-        folds: weights in other orders, further arguments of the inner graph.
-        orders: constants, its last arguments.
-        examples: fake or real example arguments of the inner graph.
-    """
-
-    packed: tuple[int, ...]
-    statics: tuple[StaticStep, ...]
-    masks: tuple[tuple[int, int], ...]
-    buffers: tuple[PlainBuffer, ...]
-    outputs: tuple[Output, ...]
-    folds: tuple[Fold, ...]
-    orders: tuple[Tensor, ...]
-    examples: tuple[Any, ...]
 
 
 def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
@@ -224,9 +138,18 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
         if bound or node in binder.arguments:
             graph.erase_node(node)
     masks = tuple((mask, argument) for argument, mask in binder.masks.items())
+    counts = tuple(dict.fromkeys(binder.counts))
     folds, orders, more = binder.bind_constants()
     return Binding(
-        packed, tuple(binder.statics), masks, buffers, outputs, folds, orders, examples + more
+        packed=packed,
+        statics=tuple(binder.statics),
+        masks=masks,
+        counts=counts,
+        buffers=buffers,
+        outputs=outputs,
+        folds=folds,
+        orders=orders,
+        examples=examples + more,
     )
 
 
@@ -241,6 +164,7 @@ class _Binder:
         self.positions = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
         self.statics: list[StaticStep] = []
         self.masks: dict[int, int] = {}
+        self.counts: list[tuple[int, int]] = []
         self.symbols = symbol_positions(graph)
 
     def bind_inputs(self, example_inputs: list[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
@@ -339,6 +263,10 @@ class _Binder:
             past = keys.args[0]
             assert isinstance(past, Node)
             self.masks[self.positions[past]] = self.positions[mask]
+        if (count := node.meta.get("counted_by")) is not None:
+            past = keys.args[0]
+            assert isinstance(past, Node)
+            self.counts.append((count, self.positions[past]))
 
     def _unpack(self, node: Node) -> None:
         (packed,) = node.args

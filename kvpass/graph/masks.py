@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,18 +117,24 @@ class Masks:
         bounds = Bounds(causal, min(windows, default=0), tuple(rest))
         return self._checked(mask, reading, bounds)
 
-    def hides_unwritten(self, mask: Node, positions: Node) -> bool:
+    def hides_unwritten(self, mask: Node, positions: Node, counted: Expr | None = None) -> bool:
         """Whether ``mask`` provably hides all columns of a static cache that are not written yet.
 
         Args:
             mask: ``[B|1, Hq|1, n|1, room]``, bool or additive.
             positions: ``[n]``, the columns that the step's tokens are written to, as its
                 ``index_copy_`` reads them.
+            counted: a number that is to be taken for that of the tokens written before; only one
+                by which every query sees itself.
         """
         reading = self.read(mask)
         step = self._static_step(positions)
         if isinstance(reading, Miss) or isinstance(step, Miss):
             return False
+        if counted is not None:
+            step = Step(counted, step.n)
+            if not self._shows_itself([p for p in reading.parts if p.terms is not None], step):
+                return False
         columns = {Q: (Integer(0), step.n - 1), K: (step.first + step.n, None)}
         if not any(
             holds(-term - 1, self.indices.limits, columns)
@@ -135,7 +142,7 @@ class Masks:
             for term in part.terms or ()
         ):
             return False
-        return reading.low in (None, -torch.inf) or self._sees_itself(reading, step)
+        return reading.low in (None, -torch.inf) or self._shows_itself(reading.parts, step)
 
     def read(self, mask: Node) -> Reading | Miss:
         """The parts of ``mask``; a `Miss` if it is written to in place."""
@@ -264,13 +271,14 @@ class Masks:
             return Miss("an additive mask may hide all tokens of a query", bounds.rest[0][0])
         return bounds
 
-    def _sees_itself(self, reading: Reading, step: Step) -> bool:
+    def _shows_itself(self, parts: Sequence[Conjunct], step: Step) -> bool:
+        """Whether these parts of a mask show every query itself."""
         own = step.first + (Integer(0) if step.n == 1 else Q)
         queries = {Q: (Integer(0), step.n - 1)}
         return all(
             part.terms is not None
             and all(holds(t.subs(K, own), self.indices.limits, queries) for t in part.terms)
-            for part in reading.parts
+            for part in parts
         )
 
 

@@ -35,6 +35,24 @@ def recipe(name: str = DEFAULT, **overrides: Any) -> Recipe:
     return overridden(RECIPES[name](), overrides)
 
 
+def written_recipe(text: str) -> Recipe:
+    """The recipe that a command line names: ``kivi-2bit``, or with fields ``kivi-2bit,group=128``.
+
+    Raises:
+        OptionError: as `recipe`.
+    """
+    name, *assigned = text.split(",")
+    overrides: dict[str, Any] = {}
+    for item in assigned:
+        field, equals, value = item.partition("=")
+        if not equals:
+            raise OptionError(
+                f"Recipe {text!r} cannot be read; allowed: e.g. 'kivi-2bit,group=64'."
+            )
+        overrides[field] = int(value) if value.lstrip("-").isdigit() else value
+    return recipe(name, **overrides)
+
+
 def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:
     """``base`` with some fields replaced.
 

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from kvpass._torch import symbol_positions
 from kvpass.graph.bind import unknown_readers
 from kvpass.graph.forms import AttentionSite
 from kvpass.graph.pattern import Captures, Miss, op_name
@@ -71,13 +72,14 @@ class FuseAttention(Rule):
         if site.causal and site.q.meta["example_value"].shape[-2] != 1:
             # torch's is_causal aligns the triangle top left, which hides the past.
             return Miss("is_causal with a filled cache and several new tokens", node)
-        hidden_by = None
+        hidden_by, counted_by = None, None
         static = context.sites.static(site.keys)
         if static is not None and static.positions is not None:
-            hidden_by = _hider(site, static, context)
+            hidden_by, counted_by = _hider(site, static, context)
             if hidden_by is None:
                 return Miss("the mask is not known to hide what is not written yet", node)
-        return {"site": site, "keys": keys, "values": values, "hidden_by": hidden_by}
+        by = {"hidden_by": hidden_by, "counted_by": counted_by}
+        return {"site": site, "keys": keys, "values": values, **by}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """See the comment above the class."""
@@ -89,6 +91,7 @@ class FuseAttention(Rule):
         if hidden_by is not None and hidden_by.op == "placeholder":
             # Data: looked at when the graph is called.
             fused.meta["hidden_by"] = hidden_by
+        fused.meta["counted_by"] = found["counted_by"]
         out = fused
         if node.meta["example_value"].dim() == 3:
             with context.graph.inserting_after(fused):
@@ -106,8 +109,11 @@ class FuseAttention(Rule):
         return f"{site.form} attention, {mask}, scale {site.scale:g}{extra}"
 
 
-def _hider(site: AttentionSite, static: StaticUpdate, context: Context) -> Node | None:
-    """The mask that hides what is not written yet of a static cache: provably, or data."""
+def _hider(
+    site: AttentionSite, static: StaticUpdate, context: Context
+) -> tuple[Node | None, int | None]:
+    """The mask that hides what is not written yet of a static cache: provably, or data; and the
+    argument that must be the number of written tokens for that, if one must."""
     steps = [s.by for s in site.mask_steps if s.kind in ("add", "show")]
     for mask in [site.mask, *steps]:
         if mask is None:
@@ -115,8 +121,12 @@ def _hider(site: AttentionSite, static: StaticUpdate, context: Context) -> Node 
         data = mask.op == "placeholder" and mask.meta["example_value"].shape[-1] == static.room
         assert static.positions is not None
         if data or context.masks.hides_unwritten(mask, static.positions):
-            return mask
-    return None
+            return mask, None
+        # Masks are made from a number on the host, positions from one on the device.
+        for symbol, argument in symbol_positions(context.graph).items():
+            if context.masks.hides_unwritten(mask, static.positions, symbol):
+                return mask, argument
+    return None, None
 
 
 def _fused(graph: Graph, site: AttentionSite, keys: Node, values: Node) -> Node:

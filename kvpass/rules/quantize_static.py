@@ -36,6 +36,9 @@ class QuantizeStatic(Rule):
             return Miss("the static buffer is changed in place elsewhere, too", update.buffer)
         if update.past is not None:
             return {"update": update, "role": "", "plan": update.past.meta["example_value"].plan}
+        if _unread(update):
+            reason = "nothing reads it in this graph: its attention is behind a graph break"
+            return Miss(reason, update.buffer)
         found = storage(update.new, update.buffer, context)
         if isinstance(found, Miss):
             return found
@@ -71,6 +74,14 @@ class QuantizeStatic(Rule):
                 packed = _append(update, plan, context)
         context.packed[update.buffer] = packed
         return f"{found['role']} {plan}".strip()
+
+
+def _unread(update: StaticUpdate) -> bool:
+    """Whether nothing in the graph reads what it writes: an attention elsewhere would find the
+    prompt rounded."""
+    written = {update.write, *update.dead}
+    readers = {*update.buffer.users, *update.new.users} - written
+    return all(reader.op == "output" for reader in readers)
 
 
 def _first_prompt(update: StaticUpdate, plan: TensorPlan, context: Context) -> Node:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import StaticCache
 
+from kvpass._torch import symbol_positions
 from kvpass.graph.masks import Bounds, Masks, hides_unwritten
 from kvpass.graph.pattern import Miss
 from tests.graph.captured import Captured, conditions, function_of, inputs
@@ -262,3 +263,28 @@ def test_layers_count_alike_if_they_are_told_alike(more, same):
     captured = Captured(step)(torch.zeros(1, 1, 3, 4), SimpleNamespace(layers=layers))
     assert isinstance(bounds_of(captured), Bounds) is same
     assert hides_unwritten(captured.results[0], captured.results[2]) is same
+
+
+@pytest.mark.parametrize(
+    ("shown", "hides"),
+    [
+        (lambda k, own: k <= own, True),
+        (lambda k, own: k <= own + 1, False),
+        (lambda k, own: k < own, False),
+        (lambda k, own: k + own < 99, False),
+    ],
+)
+def test_a_number_on_the_host_that_is_taken_for_what_is_written(shown, hides):
+    """Only a number by which each query sees itself, and nothing behind the last one."""
+
+    def step(q, c, at):
+        mask = shown(torch.arange(32), at + torch.arange(3)[:, None])
+        return mask.expand(1, 1, 3, 32), q + 0, torch.arange(3) + c
+
+    captured = Captured(step)
+    for at in (5, 7):
+        captured(torch.zeros(1, 1, 3, 4), torch.tensor(at), at)
+    mask, _, positions = captured.results
+    (symbol,) = symbol_positions(captured.graph)
+    assert not hides_unwritten(mask, positions)
+    assert Masks(captured.graph).hides_unwritten(mask, positions, symbol) is hides

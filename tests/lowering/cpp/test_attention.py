@@ -238,3 +238,17 @@ def test_what_is_declined():
     assert reason(values=states(small, 40)[1], plans=small).startswith(
         "groups of 2 channels are too small for"
     )
+
+
+@pytest.mark.parametrize("plans", [kivi(4), ("fp", "fp")], ids=str)
+def test_a_score_that_is_no_number_shows(plans, lanes):
+    keys, values = states(plans, 300)
+    # Token 20, or in the exact window 273.
+    slot = (0, 20) if plans[0] == "fp" else (2, 273 % 143)
+    keys[slot[0]][1, :, slot[1], 3] = torch.nan
+    arguments = (query(8, 1, 64)[1:], *([t[1:] for t in x] for x in (keys, values)))
+    mask = torch.zeros(1, 1, 1, 300)
+    out = attention(*arguments, mask, 0.125, *plans)
+    assert out.isnan().all()
+    other = attention(query(8, 1, 64), keys, values, mask, 0.125, *plans)[0]
+    assert not other.isnan().any()
