@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpass import backend as backend
     from kvpass.cache.codec import Codec as Codec
+    from kvpass.cache.order import ChannelOrder as ChannelOrder
     from kvpass.cache.packed import PackedKV as PackedKV
     from kvpass.cache.residency import Residency as Residency
     from kvpass.cache.residency import Segment as Segment
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 # Imported on first use: TORCH_LOGS="+kvpass" imports this package while torch itself is being
 # imported.
 _HOMES = {
+    "ChannelOrder": "kvpass.cache.order",
     "Codec": "kvpass.cache.codec",
     "KvpassError": "kvpass.errors",
     "LayerPlan": "kvpass.plan",

@@ -14,6 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._sympy.functions import Max as Max
@@ -85,6 +86,14 @@ def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:
     new._dynamo_source = AttrSource(old._dynamo_source, attribute)  # type: ignore[attr-defined]
 
 
+def derived_source(graph: fx.Graph, new: fx.Node) -> None:
+    """Gives ``new``, a placeholder that Dynamo does not know, a source of its own; none where no
+    placeholder has one."""
+    known = [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
+    if known:
+        inner_source(known[0], new, new.name)
+
+
 def symbol_positions(graph: fx.Graph) -> dict[Any, int]:
     """Positions of the placeholders that carry the graph's symbols."""
     return {
@@ -143,6 +152,11 @@ def symbol_bounds(value: torch.SymInt) -> dict[sympy.Symbol, tuple[int | None, i
 def storage_key(tensor: Tensor) -> int:
     """The same for tensors that share memory, in a compiler's stand-ins too."""
     return cast(int, tensor.untyped_storage()._cdata)
+
+
+def storage_reference(tensor: Tensor) -> object:
+    """Keeps `storage_key` of ``tensor`` from being given to another tensor, but no memory."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def written_arguments(target: Any) -> set[int | str] | None:
@@ -260,3 +274,10 @@ def graph_counts() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
+
+
+def is_subclass(tensor: Tensor) -> bool:
+    """Whether ``tensor`` wraps others, as quantized and distributed ones do."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)

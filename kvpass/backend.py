@@ -17,11 +17,13 @@ from kvpass._torch import (
     compile_inductor,
     copy_source,
     cpp_problem,
+    is_traced,
     register_backend_once,
     trace_artifact,
 )
 from kvpass.errors import UnmatchedGraphError
 from kvpass.graph.bind import bind_state, unpack_unknown_readers
+from kvpass.graph.binding import Binding
 from kvpass.graph.sites import find_sites, module_path
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe
@@ -71,6 +73,8 @@ def kvpass(
     tell(report, opts)
     with report.timed("bind state"):
         binding = bind_state(module.graph, examples)
+    with report.timed("fold weights"):
+        fold_weights(binding, examples)
     with report.timed("lower"):
         report.choices = lowering.lower(module.graph)
         report.kernels = lowering.generated_files
@@ -149,6 +153,13 @@ def tell(report: GraphReport, opts: Options) -> None:
         )
     for message in report.warnings:
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
+
+
+def fold_weights(binding: Binding, examples: Sequence[Any]) -> None:
+    """Derives the weights that the graph reads in other orders, from the real parameters."""
+    for fold in binding.folds:
+        if not is_traced(examples[fold.position]):
+            fold(examples[fold.position])
 
 
 def publish(report: GraphReport) -> None:

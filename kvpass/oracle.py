@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -48,9 +49,11 @@ class OracleLayer(DynamicLayer):
         due = plan.residency.due(stored.shape[2] - first)
         if plan.codec.identity or due == 0:
             return stored
-        rounded = plan.codec.decode(
-            *plan.codec.encode(stored[:, :, first : first + due]), stored.dtype
-        )
+        order = self.plan.key_order if name == "keys" else self.plan.value_order
+        exact = stored[:, :, first : first + due]
+        exact = exact if order is None else order.store(exact)
+        rounded = plan.codec.decode(*plan.codec.encode(exact), stored.dtype)
+        rounded = rounded if order is None else order.restore(rounded)
         self.packed[name] = first + due
         return torch.cat([stored[:, :, :first], rounded, stored[:, :, first + due :]], dim=2)
 
@@ -75,7 +78,8 @@ class OracleSlidingLayer(OracleLayer):
 
     def __init__(self, plan: LayerPlan, sliding_window: int) -> None:
         keep = sliding_window - 1
-        super().__init__(LayerPlan(plan.keys.sliding(keep), plan.values.sliding(keep)))
+        keys, values = plan.keys.sliding(keep), plan.values.sliding(keep)
+        super().__init__(replace(plan, keys=keys, values=values))
         self.sliding_window = sliding_window
 
     def update(

@@ -11,26 +11,44 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kvpass.cache.codec import Codec
+from kvpass.cache.order import ChannelOrder
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import PlanError
 
 FORMAT = 1
 PLAIN = TensorPlan()
+_ORDERS = ("key_order", "value_order")
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How the keys and the values of one attention layer are stored."""
+    """How the keys and the values of one attention layer are stored.
+
+    Attributes:
+        keys, values: codec and residency.
+        key_order, value_order: in which order the cache holds the channels of each KV head; None:
+            in the model's own. Made with `ChannelOrder.of`.
+    """
 
     keys: TensorPlan = PLAIN
     values: TensorPlan = PLAIN
+    key_order: ChannelOrder | None = None
+    value_order: ChannelOrder | None = None
 
-    def check(self, layer: str, key_dim: int, value_dim: int) -> None:
+    def check(self, layer: str, key_dim: int, value_dim: int, kv_heads: int | None = None) -> None:
         """Raises:
-        PlanError: if heads of these many channels cannot be stored as planned.
+        PlanError: if so many heads (None: any number) of so many channels cannot be stored as
+            planned.
         """
+        for kind, order, dim in (
+            ("keys", self.key_order, key_dim),
+            ("values", self.value_order, value_dim),
+        ):
+            if order is not None and (problem := order.misfit(kv_heads, dim)):
+                raise PlanError(f"The channel order of the {kind} of layer '{layer}': {problem}.")
         for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
             if problem := plan.codec.misfit(dim):
                 raise PlanError(
@@ -105,13 +123,17 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file whose JSON header holds the plan."""
+        tensors: dict[str, Tensor] = {}
         header = {
             "format": FORMAT,
             "recipe": self.recipe,
-            "default": _layer_json(self.default),
-            "layers": {name: _layer_json(plan) for name, plan in self.layers.items()},
+            "default": _layer_json(self.default, "default", tensors),
+            "layers": {
+                name: _layer_json(plan, f"layers/{name}", tensors)
+                for name, plan in self.layers.items()
+            },
         }
-        save_file({}, str(path), metadata={"kvpass": json.dumps(header)})
+        save_file(tensors, str(path), metadata={"kvpass": json.dumps(header)})
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -124,9 +146,10 @@ class Plan:
         try:
             with safe_open(str(path), framework="pt") as file:
                 header = json.loads((file.metadata() or {})["kvpass"])
-            if (found := header["format"]) == FORMAT:
-                layers = {name: _layer_plan(layer) for name, layer in header["layers"].items()}
-                return Plan(_layer_plan(header["default"]), layers, str(header["recipe"]))
+                if (found := header["format"]) == FORMAT:
+                    layers = {n: _layer_plan(x, file) for n, x in header["layers"].items()}
+                    default = _layer_plan(header["default"], file)
+                    return Plan(default, layers, str(header["recipe"]))
         except FileNotFoundError:
             raise PlanError(f"Plan file '{path}' does not exist.") from None
         except problems as error:
@@ -135,9 +158,18 @@ class Plan:
         raise PlanError(f"Plan file '{path}' has format {found!r}; this version reads {FORMAT}.")
 
 
-def _layer_json(plan: LayerPlan) -> dict[str, str]:
-    return {"keys": str(plan.keys), "values": str(plan.values)}
+def _layer_json(plan: LayerPlan, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """The header of a layer, whose orders join ``tensors``."""
+    header = {"keys": str(plan.keys), "values": str(plan.values)}
+    for kind in _ORDERS:
+        order: ChannelOrder | None = getattr(plan, kind)
+        if order is not None:
+            header[kind] = f"{name}/{kind}"
+            tensors[header[kind]] = order.tensor().clone()
+    return header
 
 
-def _layer_plan(header: Mapping[str, Any]) -> LayerPlan:
-    return LayerPlan(TensorPlan.parse(header["keys"]), TensorPlan.parse(header["values"]))
+def _layer_plan(header: Mapping[str, Any], file: Any) -> LayerPlan:
+    keys, values = (TensorPlan.parse(header[kind]) for kind in ("keys", "values"))
+    orders = {k: ChannelOrder.of(file.get_tensor(header[k])) for k in _ORDERS if k in header}
+    return LayerPlan(keys, values, **orders)

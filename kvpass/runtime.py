@@ -15,7 +15,7 @@ from kvpass._torch import assert_soon
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import MAX_STEP
 from kvpass.errors import CacheStateError
-from kvpass.graph.bind import (
+from kvpass.graph.binding import (
     Binding,
     ExtendedOutput,
     FreshOutput,
@@ -41,6 +41,8 @@ class PackedCallable:
         self._counts = binding.counts
         self._buffers = binding.buffers
         self._outputs = binding.outputs
+        self._folds = binding.folds
+        self._orders = binding.orders
         self._extended = [o for o in binding.outputs if isinstance(o, ExtendedOutput)]
         self._report = report
 
@@ -58,6 +60,8 @@ class PackedCallable:
                 flat.extend(arg.state)
             else:
                 flat.append(arg)
+        flat += [fold(args[fold.position]) for fold in self._folds]
+        flat += self._orders
         before = [_save(handle, new) for handle, new, _ in steps]
         plain = [_save_plain(buffer, args) for buffer in self._buffers]
         try:
@@ -123,7 +127,9 @@ class PackedCallable:
                 new, stored = output.new(args), output.stored
                 written = new - stored.skipped(new)
                 tokens = stored.logical(new)
-                handle = PackedKV(state, output.plan, tokens, output.dtype, written=written)
+                handle = PackedKV(
+                    state, output.plan, tokens, output.dtype, written=written, order=output.order
+                )
                 handle.mark_dynamic()
             else:
                 handle = args[output.argument].extended(output.new(args), output.tokens(args))
@@ -215,9 +221,11 @@ def _pack_buffer(buffer: PlainBuffer, args: Sequence[Any], old: Tensor) -> None:
     plain, plan = args[buffer.argument], buffer.plan
     room = plain.shape[2]
     written = room if buffer.counter is None else min(int(old) + buffer.new(args), room)
-    state = torch.ops.kvpass.pack.default(plain[:, :, :written], str(plan))
+    tokens, order = plain[:, :, :written], buffer.order
+    tokens = tokens if order is None else order.store(tokens)
+    state = torch.ops.kvpass.pack.default(tokens, str(plan))
     stored = written - plan.skipped(written)
-    packed = PackedKV(state, plan, plan.logical(written), plain.dtype, written=stored)
+    packed = PackedKV(state, plan, plan.logical(written), plain.dtype, written=stored, order=order)
     try:
         torch.utils.swap_tensors(plain, packed)
     except RuntimeError as error:

@@ -64,6 +64,15 @@ DECODED: dict[str, dict[str, object]] = {
     "doge": _GQA,
     "diffllama": _GQA,
 }
+# Families that compute keys in another way each.
+PROJECTED: dict[str, dict[str, object]] = {
+    "phi": {**_GQA, "partial_rotary_factor": 0.5},
+    "phi3": _GQA,
+    "glm4": {**_GQA, "head_dim": 16, "partial_rotary_factor": 0.5},
+    "gpt2": {**_MHA, "n_embd": 64, "n_head": 4, "n_inner": 96},
+    "cohere": _GQA,
+    "olmo2": _GQA,
+}
 
 
 def tiny_model(
@@ -77,7 +86,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model in eval mode. Weights are large enough for attention to be peaked."""
     options = {
-        **(FAMILIES | EAGER | DECODED)[family],
+        **(FAMILIES | EAGER | DECODED | PROJECTED)[family],
         "num_hidden_layers": layers,
         **overrides,
     }

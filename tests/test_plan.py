@@ -14,14 +14,19 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvpass.cache.codec import Codec
+from kvpass.cache.order import ChannelOrder
 from kvpass.cache.residency import Residency, TensorPlan
 from kvpass.errors import PlanError
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import recipe
 from kvpass.zoo.families import tiny_config
-from tests.strategies import tensor_plans
+from tests.orders import free
+from tests.strategies import SEEDS, tensor_plans
 
-LAYERS = st.builds(LayerPlan, tensor_plans(64), tensor_plans(64))
+ORDERS = st.none() | st.tuples(st.integers(1, 4), st.integers(1, 9), SEEDS).map(
+    lambda x: ChannelOrder.of(free(x[0], x[1], torch.Generator().manual_seed(x[2])))
+)
+LAYERS = st.builds(LayerPlan, tensor_plans(64), tensor_plans(64), ORDERS, ORDERS)
 PLANS = st.builds(
     Plan, LAYERS, st.dictionaries(st.text(max_size=20), LAYERS, max_size=3), st.text()
 )
@@ -42,7 +47,9 @@ def write(path, header, key="kvpass"):
 def test_saved_plan_loads_back(plan):
     with tempfile.TemporaryDirectory() as folder:
         plan.save(f"{folder}/plan.safetensors")
-        assert Plan.load(f"{folder}/plan.safetensors") == plan
+        loaded = Plan.load(f"{folder}/plan.safetensors")
+        assert loaded == plan
+        assert hash(loaded.default) == hash(plan.default)
 
 
 def test_lookup_by_path_and_index():
@@ -125,6 +132,39 @@ def test_damaged_header(tmp_path, header):
     assert one_sentence(str(caught.value), path), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        (None, "SafetensorError"),
+        (torch.tensor([0, 1]), "A channel order is int64 [2]; allowed: int64 [heads, channels]."),
+        (torch.tensor([[0, 1]]).int(), "A channel order is int32 [1, 2]; allowed: int64"),
+        (torch.tensor([[0, 0]]), "A channel order is no permutation: each row must hold 0 to 1"),
+    ],
+    ids=["missing", "one row", "dtype", "twice"],
+)
+def test_damaged_orders(tmp_path, order, reason):
+    path = tmp_path / "p.safetensors"
+    header = {**GOOD, "default": {"keys": "fp", "values": "fp", "key_order": "order"}}
+    tensors = {} if order is None else {"order": order}
+    save_file(tensors, str(path), metadata={"kvpass": json.dumps(header)})
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert one_sentence(str(caught.value), path), str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_orders_are_checked_against_the_heads():
+    plan = LayerPlan(key_order=ChannelOrder.of(torch.tensor([[1, 0], [0, 1]])))
+    plan.check("a", 2, 4, kv_heads=2)
+    for dim, heads in ((4, 2), (2, 1)):
+        with pytest.raises(PlanError) as caught:
+            plan.check("a", dim, 4, heads)
+        assert str(caught.value) == (
+            "The channel order of the keys of layer 'a': it is for 2 heads of 2 channels, the "
+            f"model has {heads} heads of {dim}."
+        )
+
+
 def test_other_safetensors_file(tmp_path):
     path = tmp_path / "weights.safetensors"
     save_file({"w": torch.zeros(2)}, str(path))
@@ -159,7 +199,8 @@ def test_folder_is_refused(tmp_path):
 def test_truncated_and_altered_files(data):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "p.safetensors"
-        plan = Plan(KIVI, {"a.0": LayerPlan()}, "kivi-2bit")
+        order = ChannelOrder.of(torch.tensor([[1, 0]]))
+        plan = Plan(KIVI, {"a.0": LayerPlan(key_order=order)}, "kivi-2bit")
         plan.save(path)
         content = bytearray(path.read_bytes())
         size = len(content)

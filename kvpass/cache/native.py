@@ -76,7 +76,7 @@ def _rebuilt(
     length = old.shape[2] if length is None else length
     written = old.written if written is None else written
     shaped = state[0] if old.plan.codec.identity else state[2]
-    handle = _PackedKV(state, old.plan, length, shaped.dtype, written=written)
+    handle = _PackedKV(state, old.plan, length, shaped.dtype, written=written, order=old.order)
     handle.mark_dynamic()
     return handle
 
@@ -84,7 +84,7 @@ def _rebuilt(
 @handles(aten.detach.default, aten.alias.default)
 def same(x: PackedKV) -> PackedKV:
     """Another handle on the same storage, of the same age."""
-    handle = _PackedKV(x.state, x.plan, x.shape[2], x.dtype, written=x.written)
+    handle = _PackedKV(x.state, x.plan, x.shape[2], x.dtype, written=x.written, order=x.order)
     handle._steps, handle._born = x._steps, x._born
     return handle
 
@@ -217,7 +217,7 @@ def slice_traced(
 
 
 def _traced(x: PackedKV, tokens: int) -> PackedKV:
-    return _PackedKV(x.state, x.plan, tokens, x.dtype)
+    return _PackedKV(x.state, x.plan, tokens, x.dtype, order=x.order)
 
 
 @handles(aten.cat.default)
@@ -245,10 +245,15 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     first.check()
     result = clone(first)
     for new in rest:
-        result.reserve(new.shape[2])
-        torch.ops.kvpass.append.default(result.state, new, str(result.plan))
-        result = result.extended(new.shape[2])
+        result = extend(result, new if first.order is None else first.order.store(new))
     return result
+
+
+def extend(x: PackedKV, new: Tensor) -> PackedKV:
+    """``x`` with ``new`` tokens, whose channels are in the order of the storage, in place."""
+    x.reserve(new.shape[2])
+    torch.ops.kvpass.append.default(x.state, new, str(x.plan))
+    return x.extended(new.shape[2])
 
 
 def _cat_batch(tensors: Sequence[Tensor]) -> Any:
@@ -256,7 +261,7 @@ def _cat_batch(tensors: Sequence[Tensor]) -> Any:
     packed = [t for t in tensors if isinstance(t, _PackedKV)]
     first = packed[0]
     if len(packed) != len(tensors) or any(
-        t.plan != first.plan
+        (t.plan, t.order) != (first.plan, first.order)
         or t.shape[1:] != first.shape[1:]
         or row_ends(t.ends) != row_ends(first.ends)
         for t in packed
@@ -305,6 +310,7 @@ def index_copy_(x: PackedKV, dim: int, index: Tensor, source: Tensor) -> Any:
             f"A static cache of {x.written} tokens is written at {index.tolist()}; packed, only "
             "the next positions can be written."
         )
-    torch.ops.kvpass.append.default(x.state, source, str(x.plan))
+    stored = source if x.order is None else x.order.store(source)
+    torch.ops.kvpass.append.default(x.state, stored, str(x.plan))
     x.written += new
     return x

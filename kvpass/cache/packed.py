@@ -11,10 +11,14 @@ from torch import Tensor
 from kvpass._torch import is_traced, make_wrapper, mark_dynamic, tree_leaves, tree_map_only
 from kvpass.cache import native
 from kvpass.cache.codec import Codec
+from kvpass.cache.order import ChannelOrder
 from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
 from kvpass.errors import CacheFullError, StaleHandleError
 from kvpass.ops import unpack as _unpack  # noqa: F401  (registers the op)
 from kvpass.ops.append import row_ends
+
+# What is known of a `PackedKV` beside its inner tensors; Dynamo guards on it.
+Meta = tuple[TensorPlan, torch.dtype, ChannelOrder | None]
 
 
 class PackedKV(Tensor):
@@ -29,6 +33,9 @@ class PackedKV(Tensor):
         plan: how the tokens are stored.
         codes, params, window, ends: the state, see `kvpass.ops.pack.empty_state`.
         written: where the last segment ends, as the host knows it.
+        order: in which order ``codes`` and ``window`` hold the channels of each head, None if in
+            the model's own. What goes in and comes out here is in the model's own; ops on ``state``
+            know nothing of it.
     """
 
     plan: TensorPlan
@@ -37,6 +44,7 @@ class PackedKV(Tensor):
     window: Tensor
     ends: Tensor
     written: int
+    order: ChannelOrder | None
     # Shared by all handles on one storage: how many steps have extended it.
     _steps: list[int]
     _born: int
@@ -50,9 +58,11 @@ class PackedKV(Tensor):
         dtype: torch.dtype,
         stride: Sequence[int] | None = None,
         written: int | None = None,
+        order: ChannelOrder | None = None,
     ) -> PackedKV:
         """Wraps ``state``, which stands for ``tokens`` tokens of logical type ``dtype``; the last
-        of its segments ends at ``written`` (``tokens`` by default)."""
+        of its segments ends at ``written`` (``tokens`` by default), and its channels are in
+        ``order``."""
         shaped = state[0] if plan.codec.identity else state[2]
         size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
         self: PackedKV = make_wrapper(cls, size, stride, dtype, shaped.device)
@@ -61,24 +71,25 @@ class PackedKV(Tensor):
             setattr(self, name, tensor)
         self._steps, self._born = [0], 0
         self.written = tokens if written is None else written
+        self.order = order
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[TensorPlan, torch.dtype]]:
-        return list(self.plan.state_names), (self.plan, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], Meta]:
+        return list(self.plan.state_names), (self.plan, self.dtype, self.order)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor],
-        meta: tuple[TensorPlan, torch.dtype],
+        meta: Meta,
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> PackedKV:
-        plan, dtype = meta
+        plan, dtype, order = meta
         state = [inner[name] for name in plan.state_names]
-        return PackedKV(state, plan, outer_size[2], dtype, outer_stride)
+        return PackedKV(state, plan, outer_size[2], dtype, outer_stride, order=order)
 
     @property
     def state(self) -> list[Tensor]:
@@ -209,6 +220,13 @@ class PackedKV(Tensor):
         """The plain tensor ``[B, H, T, D]`` that this one stands for."""
         if is_traced(self.ends):
             return self.ends.new_empty(self.shape, dtype=self.dtype)
+        out = self.stored()
+        return out if self.order is None or is_traced(out) else self.order.restore(out)
+
+    def stored(self) -> Tensor:
+        """`decode` with the channels in the order in which they are stored."""
+        if is_traced(self.ends):
+            return self.ends.new_empty(self.shape, dtype=self.dtype)
         self.check()
         tokens, plan = self.shape[2], str(self.plan)
         out: Tensor = torch.ops.kvpass.unpack.default(self.state, tokens, plan, self.dtype)
@@ -267,4 +285,4 @@ class PackedKV(Tensor):
 
 native.register(PackedKV)
 # torch.load refuses classes that it does not know.
-torch.serialization.add_safe_globals([PackedKV, TensorPlan, Residency, Codec])
+torch.serialization.add_safe_globals([PackedKV, TensorPlan, Residency, Codec, ChannelOrder])

@@ -8,115 +8,37 @@ callable around the graph maps its arguments and results.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from kvpass._torch import Size, inner_source, symbol_node, symbol_positions
+from kvpass._torch import Size, derived_source, inner_source, symbol_node, symbol_positions
+from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import GraphError, UnmatchedGraphError
+from kvpass.folding import Fold
+from kvpass.graph.binding import (
+    Binding,
+    ExtendedOutput,
+    FreshOutput,
+    Output,
+    PlainBuffer,
+    PlainOutput,
+    StaticStep,
+)
+from kvpass.graph.orders import inverse, is_order, order_node, order_value
 from kvpass.graph.pattern import op_name
 from kvpass.graph.reads import changes
 from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
 
 ops = torch.ops.kvpass
-
-
-@dataclass(frozen=True)
-class PlainOutput:
-    """Result ``index`` of the inner graph, as it is."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class ExtendedOutput:
-    """The cache tensor of argument ``argument`` after ``new`` more tokens, of length ``tokens``."""
-
-    argument: int
-    new: Size
-    tokens: Size
-
-
-@dataclass(frozen=True)
-class FreshOutput:
-    """A cache tensor made of the results from ``first`` on, from ``new`` tokens.
-
-    ``stored`` is the plan by which they were packed.
-    """
-
-    first: int
-    plan: TensorPlan
-    stored: TensorPlan
-    new: Size
-    dtype: torch.dtype
-
-
-Output = PlainOutput | ExtendedOutput | FreshOutput
-
-
-@dataclass(frozen=True)
-class StaticStep:
-    """A static cache's tensor is extended in place by ``new`` tokens.
-
-    Attributes:
-        argument: which it is; None where the graph makes it.
-        new: tokens.
-        counter: the argument that says how many tokens are written; None for a window.
-        filled: how many tokens a window must hold before, or more where it is full.
-    """
-
-    argument: int | None
-    new: Size
-    counter: int | None
-    filled: Size | None
-
-
-@dataclass(frozen=True)
-class PlainBuffer:
-    """A static cache's plain buffer, to be packed by ``plan`` when the graph has run.
-
-    Attributes:
-        argument: which it is.
-        counter: the argument that says how many tokens were written before; None for a window that
-            is full after the call.
-        new: tokens of the call.
-    """
-
-    argument: int
-    plan: TensorPlan
-    counter: int | None
-    new: Size
-
-
-@dataclass(frozen=True)
-class Binding:
-    """How arguments and results of Dynamo's graph map to those of the inner graph.
-
-    Attributes:
-        packed: positions of the packed arguments.
-        statics: static caches that are written.
-        masks: arguments that must hide what is not written yet of a static cache, and the latter.
-        counts: arguments that must be the number of tokens that a static cache holds, and the
-            latter.
-        buffers: plain buffers to be packed.
-        outputs: one per result of Dynamo's graph.
-        examples: fake or real example arguments of the inner graph.
-    """
-
-    packed: tuple[int, ...]
-    statics: tuple[StaticStep, ...]
-    masks: tuple[tuple[int, int], ...]
-    counts: tuple[tuple[int, int], ...]
-    buffers: tuple[PlainBuffer, ...]
-    outputs: tuple[Output, ...]
-    examples: tuple[Any, ...]
 
 
 def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
@@ -212,11 +134,23 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
     buffers = tuple(binder.plain_buffers())
     outputs = binder.bind_outputs()
     for node in reversed(list(graph.nodes)):
-        if node.target in logical.LOGICAL or node in binder.arguments:
+        bound = node.target in logical.LOGICAL and node.target is not logical.permute_weight
+        if bound or node in binder.arguments:
             graph.erase_node(node)
     masks = tuple((mask, argument) for argument, mask in binder.masks.items())
     counts = tuple(dict.fromkeys(binder.counts))
-    return Binding(packed, tuple(binder.statics), masks, counts, buffers, outputs, examples)
+    folds, orders, more = binder.bind_constants()
+    return Binding(
+        packed=packed,
+        statics=tuple(binder.statics),
+        masks=masks,
+        counts=counts,
+        buffers=buffers,
+        outputs=outputs,
+        folds=folds,
+        orders=orders,
+        examples=examples + more,
+    )
 
 
 class _Binder:
@@ -263,7 +197,11 @@ class _Binder:
                 (packed,) = node.args
                 assert isinstance(packed, Node)
                 self.state[node], self.plans[node] = self.state[packed], self.plans[packed]
-            else:
+            elif node.target is logical.permute_channels:
+                x, order = node.args
+                bound = self._permuted(x, order, node.meta["example_value"])
+                node.replace_all_uses_with(bound)
+            elif node.target in (logical.unpack, logical.stored):
                 self._unpack(node)
 
     def _append(self, node: Node) -> None:
@@ -294,10 +232,10 @@ class _Binder:
     def plain_buffers(self) -> Iterator[PlainBuffer]:
         for node in self.graph.nodes:
             if (found := node.meta.get("pack_after")) is not None:
-                update, plan = found
+                update, plan, order = found
                 counter = None if update.counter is None else self.positions[update.counter]
                 new = Size(update.new.meta["example_value"].shape[2], self.symbols)
-                yield PlainBuffer(self.positions[update.buffer], plan, counter, new)
+                yield PlainBuffer(self.positions[update.buffer], plan, counter, new, order)
 
     def _stored(self, node: Node) -> TensorPlan:
         """The plan by which the first prompt of an ``append`` is packed."""
@@ -338,7 +276,55 @@ class _Binder:
         bound = self._call(
             ops.unpack.default, self.state[packed], tokens, str(self.plans[packed]), example.dtype
         )
+        order = self._order(packed) if node.target is logical.unpack else None
+        if order is not None:
+            index = inverse(order.tensor())[None, :, None]
+            bound = self._permuted(bound, order_node(self.graph, index, example.device), example)
         node.replace_all_uses_with(bound)
+
+    def _permuted(self, x: Any, order: Any, example: Any) -> Node:
+        node = self.graph.call_function(torch.take_along_dim, (x, order), {"dim": -1})
+        return self._with_example(node, example)
+
+    def _order(self, packed: Node) -> ChannelOrder | None:
+        """The order of the channels of a packed tensor."""
+        while packed.target is logical.slide:
+            (packed,) = packed.all_input_nodes
+        if packed.op == "placeholder":
+            order: ChannelOrder | None = packed.meta["example_value"].order
+            return order
+        constant = packed.args[4] if len(packed.args) > 4 else None
+        return ChannelOrder.of(order_value(constant)) if isinstance(constant, Node) else None
+
+    def bind_constants(self) -> tuple[tuple[Fold, ...], tuple[Tensor, ...], tuple[Any, ...]]:
+        """Makes arguments of permuted weights and of orders.
+
+        Returns:
+            Those, and example arguments for all of them.
+        """
+        folds: dict[Node, Fold] = {}
+        for node in self.graph.find_nodes(op="call_function", target=logical.permute_weight):
+            weight, order, dim = node.args
+            assert isinstance(weight, Node)
+            assert isinstance(order, Node)
+            assert isinstance(dim, int)
+            folds[node] = Fold(self.positions[weight], order_value(order), dim)
+        self._make_arguments(folds)
+        used = [n for n in self.graph.find_nodes(op="get_attr") if is_order(n) and n.users]
+        orders = {node: order_value(node) for node in used}
+        examples = [n.meta["example_value"] for n in folds]
+        self._make_arguments(orders)
+        return tuple(folds.values()), tuple(orders.values()), (*examples, *orders.values())
+
+    def _make_arguments(self, nodes: Iterable[Node]) -> None:
+        last = list(self.graph.find_nodes(op="placeholder"))[-1]
+        for node in nodes:
+            with self.graph.inserting_after(last):
+                last = self.graph.placeholder(f"kvpass_{node.name}")
+            last.meta["example_value"] = node.meta["example_value"]
+            derived_source(self.graph, last)
+            node.replace_all_uses_with(last)
+            self.graph.erase_node(node)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> Node:
         """A call with its example value, found by running it on the arguments' examples."""
@@ -381,7 +367,8 @@ class _Binder:
             first = len(inner)
             inner.extend(self.state[result])
             plan, stored = self.plans[result], self._stored(result)
-            return FreshOutput(first, plan, stored, count, example.dtype)
+            order = self._order(result)
+            return FreshOutput(first, plan, stored, count, example.dtype, order)
         if not isinstance(past, Node) or past not in self.arguments:
             raise GraphError(f"{result.name} appends to {past}, which is not a cache argument.")
         return ExtendedOutput(self.arguments[past], count, tokens)

@@ -53,6 +53,8 @@ class AttentionSite:
         mask_steps: how a mask that is not a tensor of the graph is made.
         sinks: ``[1, Hq, 1, ...]``, one more score per head, or None.
         softcap: see `kvpass.ops.attention.attention`.
+        products: what multiplies query and keys, and what multiplies weights and values; one node
+            for ``sdpa``.
         miss: why it cannot be computed from packed keys and values; None if it can.
     """
 
@@ -69,6 +71,7 @@ class AttentionSite:
     mask_steps: tuple[MaskStep, ...] = ()
     sinks: Node | None = None
     softcap: float = 0.0
+    products: tuple[Node, ...] = field(default=(), compare=False)
     miss: Miss | None = field(default=None, compare=False)
 
     def renamed(self, old: Node, new: Node) -> AttentionSite:
@@ -222,7 +225,9 @@ def find_attention(
             if is_source(step.node):
                 found[name], found[steps] = step.node, found[steps][i + 1 :]
                 break
-    site = AttentionSite(form, node, path, found["q"], found["keys"], found["values"], heads=0)
+    q, k, v = (found[name] for name in ("q", "keys", "values"))
+    products = (found.get("product", node), node)
+    site = AttentionSite(form, node, path, q, k, v, heads=0, products=products)
     keys = follow(site.keys, found["key_steps"])
     values = follow(site.values, found["value_steps"])
     if isinstance(keys, Miss):

@@ -46,11 +46,13 @@ class Op:
 _BINARY = ("input", "other")
 OPS: dict[str, Op] = {
     "add": Op((operator.add, operator.iadd, torch.add, "add", "add_"), _BINARY, commutative=True),
+    "addmm": Op((torch.addmm, "addmm"), ("input", "mat1", "mat2")),
     "baddbmm": Op(
         (torch.baddbmm, "baddbmm"),
         ("input", "batch1", "batch2", "beta", "alpha"),
         (("beta", 1), ("alpha", 1)),
     ),
+    "chunk": Op((torch.chunk, "chunk"), ("input", "chunks", "dim"), (("dim", 0),)),
     "cat": Op((torch.cat, torch.concat), ("tensors", "dim"), (("dim", 0),)),
     "contiguous": Op(("contiguous",), ("input",)),
     "div": Op(
@@ -71,7 +73,10 @@ OPS: dict[str, Op] = {
     "matmul": Op((torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm"), _BINARY),
     "max": Op((torch.max, "max", torch.maximum, "maximum"), _BINARY),
     "mul": Op((operator.mul, operator.imul, torch.mul, "mul", "mul_"), _BINARY, commutative=True),
+    "mean": Op((torch.mean, "mean"), ("input", "dim")),
+    "neg": Op((operator.neg, torch.neg, "neg", torch.negative), ("input",)),
     "permute": Op((torch.permute, "permute"), ("input",)),
+    "pow": Op((operator.pow, torch.pow, "pow"), ("input", "exponent")),
     "reshape": Op(
         ("reshape", "view", torch.reshape, torch.flatten, "flatten", "unflatten"), ("input",)
     ),
@@ -93,6 +98,8 @@ OPS: dict[str, Op] = {
     ),
     "sigmoid": Op((torch.sigmoid, "sigmoid"), ("input",)),
     "softmax": Op((nnf.softmax, torch.softmax, "softmax"), ("input", "dim")),
+    "split": Op((torch.split, "split"), ("input", "sizes", "dim"), (("dim", 0),)),
+    "stack": Op((torch.stack,), ("tensors", "dim"), (("dim", 0),)),
     "sub": Op((operator.sub, operator.isub, torch.sub, "sub", "sub_"), _BINARY),
     "tanh": Op((torch.tanh, "tanh"), ("input",)),
     "tensor": Op((torch.tensor, torch.scalar_tensor), ("data",)),

@@ -28,6 +28,9 @@ def verify_rewritten(graph: Graph) -> None:
             others = [u for u in node.args[0].users if u.target is logical.append]
             if len(others) > 1:
                 raise GraphError(f"{node.args[0]} is appended to twice: {others}.")
+            example = node.args[0].meta.get("example_value")
+            if (getattr(example, "order", None) is None) == (len(node.args) == 5):
+                raise GraphError(f"{node.name} appends channels in another order than the past's.")
 
 
 def verify_bound(graph: Graph) -> None:

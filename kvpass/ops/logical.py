@@ -13,15 +13,25 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kvpass.cache import native
+from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
 
 
-def append(past: PackedKV | None, new: Tensor, plan: str, whole: bool = False) -> PackedKV:
+def append(
+    past: PackedKV | None,
+    new: Tensor,
+    plan: str,
+    whole: bool = False,
+    order: Tensor | None = None,
+) -> PackedKV:
     """``new`` ``[B, H, n, D]`` after ``past``; a first prompt's state if ``past`` is None.
 
     A static cache's ``past`` is extended in place.
+
+    ``order``: the `ChannelOrder` ``[H, D]`` of the result, and of ``past``; ``new`` comes in it.
 
     ``whole``: all of a first prompt is kept although a window slides, since some of it may be
     taken back.
@@ -31,14 +41,16 @@ def append(past: PackedKV | None, new: Tensor, plan: str, whole: bool = False) -
         stored = replace(p, keep=None) if whole else p
         state = torch.ops.kvpass.pack.default(new, str(stored))
         written = tokens - stored.skipped(tokens)
-        packed = PackedKV(state, p, stored.logical(tokens), new.dtype, written=written)
+        kept = None if order is None else ChannelOrder.of(order)
+        packed = PackedKV(state, p, stored.logical(tokens), new.dtype, written=written, order=kept)
         packed.mark_dynamic()
         return packed
     if past.plan.room is not None:
         torch.ops.kvpass.append.default(past.state, new, plan)
         past.written += new.shape[2]
         return past
-    return cast(PackedKV, torch.cat([past, new], dim=2))
+    past.check()
+    return native.extend(cast(PackedKV, past.clone()), new)
 
 
 def attention(
@@ -53,7 +65,8 @@ def attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """Softmax attention of ``q`` ``[B, Hq, n, D]`` over packed keys and values, see
-    `kvpass.ops.attention.attention`."""
+    `kvpass.ops.attention.attention`. The query comes in the order of the keys' storage, the result
+    in that of the values'."""
     plans = (str(keys.plan), str(values.plan))
     variant = (sinks, causal, window, softcap)
     out: Tensor = torch.ops.kvpass.attention.default(
@@ -74,4 +87,27 @@ def unpack(packed: PackedKV) -> Tensor:
     return packed.decode()
 
 
-LOGICAL = (append, attention, slide, unpack)
+def stored(packed: PackedKV) -> Tensor:
+    """The plain tensor ``[B, H, T, D]``, its channels in the order of the storage."""
+    return packed.stored()
+
+
+def permute_channels(x: Tensor, order: Tensor) -> Tensor:
+    """``out[..., j] = x[..., order[..., j]]``.
+
+    Args:
+        x: ``[..., D]``.
+        order: int64 ``[..., D]`` with as many dimensions, of size one where the order does not
+            depend on them, as it must where ``x`` has that many.
+    """
+    return torch.take_along_dim(x, order, dim=-1)
+
+
+def permute_weight(weight: Tensor, order: Tensor, dim: int) -> Tensor:
+    """``weight`` with its entries along ``dim`` taken in ``order``, int64 of any shape, which
+    takes the place of ``dim`` in the result. Computed once, outside the graph."""
+    out: Tensor = weight.index_select(dim, order.flatten()).unflatten(dim, order.shape)
+    return out
+
+
+LOGICAL = (append, attention, permute_channels, permute_weight, slide, stored, unpack)

@@ -10,6 +10,8 @@ from kvpass.rules.base import Rule as Rule
 from kvpass.rules.decode_reader import DecodeReader
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.mask_to_bounds import MaskToBounds
+from kvpass.rules.permute_channels import PermuteChannels
+from kvpass.rules.push_order import ChannelGather, PushOrder, ShareTables
 from kvpass.rules.quantize_cache import QuantizeCache
 from kvpass.rules.quantize_static import QuantizeStatic
 from kvpass.rules.share_heads import ShareHeads
@@ -21,6 +23,10 @@ RULES: list[Rule] = [
     MaskToBounds(),  # attention with a mask  =  attention with bounds and a simpler mask
     DecodeReader(),  # f(packed)  =  f(unpack(packed))
     ShareHeads(),  # sdpa(q, repeat(K), repeat(V))  =  sdpa(q, K, V, enable_gqa=True)
+    PermuteChannels(),  # attention(q, K, V)  =  Pv^-1(attention(Pk(q), Pk(K), Pv(V)))
+    PushOrder(),  # P(f(x))  =  f(P(x)), and back, until a linear layer's weight takes P up
+    ShareTables(),  # P(t)  =  P'(t)[:, ::g], for cosines and sines
+    ChannelGather(),  # (says which permutations stay)
 ]
 
 

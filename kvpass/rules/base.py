@@ -9,6 +9,8 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
+from kvpass.cache.order import ChannelOrder
+from kvpass.graph.aliases import changed_storages
 from kvpass.graph.masks import Masks
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.sites import Sites
@@ -46,6 +48,8 @@ class Context:
         sites: the analysis, by nodes of the original graph.
         planner: says how each layer is stored.
         packed: the ``append`` node that stands for each rewritten cat.
+        orders: in which order the channels of a cache tensor that is still empty are to be stored,
+            by the cat or the static buffer.
         warnings: what the user should be told.
     """
 
@@ -53,6 +57,7 @@ class Context:
     sites: Sites
     planner: Planner
     packed: dict[Node, Node] = field(default_factory=dict)
+    orders: dict[Node, ChannelOrder] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @cached_property
@@ -60,13 +65,24 @@ class Context:
         """The analysis of the graph's masks, made when it is first asked for."""
         return Masks(self.graph)
 
+    @cached_property
+    def changed(self) -> set[Node]:
+        """What shares memory with something that is changed in place, see `changed_storages`. Their
+        ``meta`` says so, too."""
+        found = changed_storages(self.graph)
+        for node in found:
+            node.meta["changed"] = True
+        return found
+
     def layer_plan(
         self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]
     ) -> LayerPlan:
         """The plan of a layer with these head dimensions and (query, KV) heads."""
         if isinstance(self.planner, Recipe) and (concern := self.planner.concern(*heads)):
             self.warnings.append(f"{path}: {concern}")
-        return self.planner.layer_plan(path, key_dim, value_dim)
+        plan = self.planner.layer_plan(path, key_dim, value_dim)
+        plan.check(path, key_dim, value_dim, heads[1])
+        return plan
 
 
 class Rule(ABC):

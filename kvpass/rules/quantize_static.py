@@ -50,7 +50,8 @@ class QuantizeStatic(Rule):
         update, plan, graph = found["update"], found["plan"], context.graph
         if update.plain:
             # The graph runs as it is, and the buffer is packed when it has run.
-            update.write.meta["pack_after"] = (update, plan)
+            order = context.orders.get(update.buffer)
+            update.write.meta["pack_after"] = (update, plan, order)
             return f"{found['role']} {plan}, packed after this call"
         n = update.new.meta["example_value"].shape[2]
         if update.past is None:

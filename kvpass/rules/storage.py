@@ -12,7 +12,8 @@ from kvpass.rules.base import Context
 
 
 def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] | Miss:
-    """The role of a cache tensor, and the plan that the recipe makes for it.
+    """The role of a cache tensor, and the plan that the recipe makes for it; the order of its
+    channels goes into ``context.orders``.
 
     Args:
         new: what is to be appended.
@@ -26,6 +27,9 @@ def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] |
         k, v = (node.meta["example_value"] for node in (site.keys, site.values))
         heads = (site.heads, int(k.shape[1]))
         layer = context.layer_plan(site.path, int(k.shape[3]), int(v.shape[3]), heads)
+        order = layer.key_order if role == "keys" else layer.value_order
+        if order is not None:
+            context.orders[read] = order
         return role, layer.keys if role == "keys" else layer.values
     shape = new.meta["example_value"].shape
     if len(shape) != 4:

@@ -200,9 +200,11 @@ def reference_cache(cache: Any, cache_type: type, config: Any) -> Any:
 
 def _layer_plan(layer: Any) -> LayerPlan:
     """How the layer is held, without what the kind of its cache adds to the recipe's plan."""
-    held = (getattr(layer, name, None) for name in ("keys", "values"))
-    plans = (x.plan if isinstance(x, PackedKV) else TensorPlan() for x in held)
-    return LayerPlan(*(TensorPlan(plan.codec, plan.residency) for plan in plans))
+    held = [getattr(layer, name, None) for name in ("keys", "values")]
+    plans = [x.plan if isinstance(x, PackedKV) else TensorPlan() for x in held]
+    keys, values = (TensorPlan(plan.codec, plan.residency) for plan in plans)
+    orders = [x.order if isinstance(x, PackedKV) else None for x in held]
+    return LayerPlan(keys, values, *orders)
 
 
 def small_recipe(name: str) -> Recipe:

@@ -30,6 +30,10 @@ def test_order_of_the_built_in_rules():
         "mask_to_bounds",
         "decode_reader",
         "share_heads",
+        "permute_channels",
+        "push_order",
+        "share_tables",
+        "channel_gather",
     ]
 
 
@@ -72,6 +76,10 @@ def test_registering_a_name_again_replaces_the_rule():
         "mask_to_bounds",
         "decode_reader",
         "share_heads",
+        "permute_channels",
+        "push_order",
+        "share_tables",
+        "channel_gather",
     ]
     (record,) = run(attend, [20])
     assert record.events == []

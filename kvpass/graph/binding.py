@@ -1,0 +1,112 @@
+"""How the callable around a compiled graph maps its arguments and results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass._torch import Size
+from kvpass.cache.order import ChannelOrder
+from kvpass.cache.residency import TensorPlan
+from kvpass.folding import Fold
+
+
+@dataclass(frozen=True)
+class PlainOutput:
+    """Result ``index`` of the inner graph, as it is."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class ExtendedOutput:
+    """The cache tensor of argument ``argument`` after ``new`` more tokens, of length ``tokens``."""
+
+    argument: int
+    new: Size
+    tokens: Size
+
+
+@dataclass(frozen=True)
+class FreshOutput:
+    """A cache tensor made of the results from ``first`` on, from ``new`` tokens.
+
+    ``stored`` is the plan by which they were packed, ``order`` that of their channels.
+    """
+
+    first: int
+    plan: TensorPlan
+    stored: TensorPlan
+    new: Size
+    dtype: torch.dtype
+    order: ChannelOrder | None = None
+
+
+Output = PlainOutput | ExtendedOutput | FreshOutput
+
+
+@dataclass(frozen=True)
+class StaticStep:
+    """A static cache's tensor is extended in place by ``new`` tokens.
+
+    Attributes:
+        argument: which it is; None where the graph makes it.
+        new: tokens.
+        counter: the argument that says how many tokens are written; None for a window.
+        filled: how many tokens a window must hold before, or more where it is full.
+    """
+
+    argument: int | None
+    new: Size
+    counter: int | None
+    filled: Size | None
+
+
+@dataclass(frozen=True)
+class PlainBuffer:
+    """A static cache's plain buffer, to be packed by ``plan`` when the graph has run.
+
+    Attributes:
+        argument: which it is.
+        counter: the argument that says how many tokens were written before; None for a window that
+            is full after the call.
+        new: tokens of the call.
+        order: in which the channels are to be stored.
+    """
+
+    argument: int
+    plan: TensorPlan
+    counter: int | None
+    new: Size
+    order: ChannelOrder | None = None
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How arguments and results of Dynamo's graph map to those of the inner graph.
+
+    Attributes:
+        packed: positions of the packed arguments.
+        statics: static caches that are written.
+        masks: arguments that must hide what is not written yet of a static cache, and the latter.
+        counts: arguments that must be the number of tokens that a static cache holds, and the
+            latter.
+        buffers: plain buffers to be packed.
+        outputs: one per result of Dynamo's graph.
+        folds: weights in other orders, further arguments of the inner graph.
+        orders: constants, its last arguments.
+        examples: fake or real example arguments of the inner graph.
+    """
+
+    packed: tuple[int, ...]
+    statics: tuple[StaticStep, ...]
+    masks: tuple[tuple[int, int], ...]
+    counts: tuple[tuple[int, int], ...]
+    buffers: tuple[PlainBuffer, ...]
+    outputs: tuple[Output, ...]
+    folds: tuple[Fold, ...]
+    orders: tuple[Tensor, ...]
+    examples: tuple[Any, ...]

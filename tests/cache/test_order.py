@@ -1,0 +1,117 @@
+"""`ChannelOrder`, and cache tensors that hold their channels in one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from kvpass import ChannelOrder, LayerPlan, PackedKV, TensorPlan
+from kvpass.cache.native import DECODES
+from kvpass.errors import PlanError
+from kvpass.ops import logical
+from kvpass.oracle import OracleLayer
+from tests.cache.test_packed import KEYS, NATIVE, VALUES, equal
+from tests.orders import free
+from tests.strategies import randn
+
+ORDER = ChannelOrder.of(free(2, 16, torch.Generator().manual_seed(5)))
+TOKENS = "int2.token8/window=0,flush=1"
+
+
+def ordered(plan: str, x: torch.Tensor) -> PackedKV:
+    return logical.append(None, ORDER.store(x), plan, False, ORDER.tensor())
+
+
+def test_orders_are_values():
+    same = ChannelOrder.of(ORDER.tensor().clone())
+    assert same == ORDER
+    assert hash(same) == hash(ORDER)
+    assert copy.deepcopy(ORDER) == pickle.loads(pickle.dumps(ORDER)) == ORDER
+    assert ORDER.tensor().dtype == torch.int64
+    assert ChannelOrder.of(free(2, 16, torch.Generator().manual_seed(6))) != ORDER
+    assert (ORDER.heads, ORDER.dim) == (2, 16)
+    assert repr(ORDER).startswith("ChannelOrder(2x16, ")
+    x = randn(2, 2, 3, 16)
+    assert torch.equal(ORDER.restore(ORDER.store(x)), x)
+    assert torch.equal(ORDER.store(x)[0, 1, 0], x[0, 1, 0][ORDER.tensor()[1]])
+
+
+@pytest.mark.parametrize(
+    ("order", "sentence"),
+    [
+        (torch.arange(4), "A channel order is int64 [4]; allowed: int64 [heads, channels]."),
+        (torch.eye(4), "A channel order is float32 [4, 4]; allowed: int64 [heads, channels]."),
+        ([[0, 1]], "A channel order is list; allowed: int64 [heads, channels]."),
+        (torch.zeros(0, 4).long(), "A channel order is int64 [0, 4], which fits no attention"),
+        (torch.zeros(2, 0).long(), "A channel order is int64 [2, 0], which fits no attention"),
+        (torch.tensor([[0, 1], [1, 1]]), "no permutation: each row must hold 0 to 1 once."),
+        (torch.tensor([[0, 2]]), "no permutation: each row must hold 0 to 1 once."),
+        (torch.tensor([[0, -1]]), "no permutation: each row must hold 0 to 1 once."),
+    ],
+)
+def test_bad_orders_are_one_sentence(order, sentence):
+    with pytest.raises(PlanError) as caught:
+        ChannelOrder.of(order)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["fp", KEYS, VALUES, TOKENS])
+@pytest.mark.parametrize("op", NATIVE.values(), ids=NATIVE)
+def test_operations_are_in_the_models_order(op, plan):
+    """What an operation gives of a tensor in an order is what it gives of one in none, exactly,
+    where groups of channels are the same in both."""
+    x = randn(2, 2, 37, 16)
+    source = ordered(plan, x)
+    assert source.order == ORDER
+    result = op(source)
+    assert isinstance(result, PackedKV)
+    assert result.order == ORDER
+    # The same on permuted channels, without kvpass knowing of it.
+    other = logical.append(None, ORDER.store(x), plan)
+    if op in [NATIVE[name] for name in ("cat", "cat of three")]:
+        count = 3 if op is NATIVE["cat"] else 4
+        news = randn(2, 2, 3, 16, seed=5 if count == 3 else 0)
+        parts = [news] if count == 3 else [news, randn(2, 2, 1, 16)]
+        wanted = torch.cat([other, *(ORDER.store(part) for part in parts)], dim=2)
+    else:
+        wanted = op(other)
+    equal(result, ORDER.restore(wanted.decode()))
+    assert not DECODES
+
+
+def test_plain_operations_decode_to_the_models_order():
+    x = randn(2, 2, 5, 16)
+    with pytest.warns(UserWarning, match="decoded a packed cache tensor"):
+        assert torch.equal(ordered("fp", x) * 2, x * 2)
+
+
+def test_rows_of_other_orders_do_not_join_packed():
+    x = randn(2, 2, 5, 16)
+    other = logical.append(None, x, "fp")
+    with pytest.warns(UserWarning, match="decoded a packed cache tensor"):
+        joined = torch.cat([ordered("fp", x), other])
+    assert torch.equal(joined, torch.cat([x, x]))
+
+
+def test_static_writes_are_in_the_models_order():
+    plan = "fp/keep=7/room=8"
+    x, new = randn(1, 2, 3, 16), randn(1, 2, 2, 16, seed=1)
+    packed = ordered(plan, x)
+    packed.index_copy_(2, torch.tensor([3, 4]), new)
+    wanted = torch.cat([x, new, torch.zeros(1, 2, 3, 16)], dim=2)
+    equal(packed, wanted)
+
+
+def test_the_oracle_rounds_permuted_channels():
+    plan = TensorPlan.parse(TOKENS)
+    layer = OracleLayer(LayerPlan(plan, plan, key_order=ORDER))
+    x = randn(1, 2, 40, 16)
+    layer.update(x, x)
+    codec = plan.codec
+    wanted = ORDER.restore(codec.decode(*codec.encode(ORDER.store(x)), x.dtype))
+    assert torch.equal(layer.keys, wanted)
+    assert torch.equal(layer.values, codec.decode(*codec.encode(x), x.dtype))
+    equal(ordered(TOKENS, x), wanted)

@@ -1,0 +1,54 @@
+"""Random orders of channels that fold into the weights of the tests' models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import ChannelOrder, LayerPlan, Plan, TensorPlan
+
+# Channels that are rotated, of 16; and families whose pairs are neighbours.
+ROTATED = {"phi": 8, "glm4": 8, "gpt_neox": 8, "opt": 0, "gpt2": 0}
+NEIGHBOURS = ("glm4", "cohere")
+PLAIN = TensorPlan()
+
+
+def free(heads: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Any order of each head's channels, ``[heads, dim]``."""
+    return torch.stack([torch.randperm(dim, generator=generator) for _ in range(heads)])
+
+
+def paired(
+    heads: int, dim: int, generator: torch.Generator, rotated: int, neighbours: bool = False
+) -> Tensor:
+    """Orders that keep the pairs of the first ``rotated`` channels; the others are free."""
+    pairs = free(heads, rotated // 2, generator) if rotated else torch.empty(heads, 0).long()
+    if neighbours:
+        turned = torch.stack([2 * pairs, 2 * pairs + 1], dim=2).flatten(1)
+    else:
+        turned = torch.cat([pairs, pairs + rotated // 2], dim=1)
+    if rotated == dim:
+        return turned
+    return torch.cat([turned, rotated + free(heads, dim - rotated, generator)], dim=1)
+
+
+def layer_plan(
+    model: Any, keys: TensorPlan = PLAIN, values: TensorPlan = PLAIN, seed: int = 0
+) -> LayerPlan:
+    """Orders for one layer of a model of `tests.models`; those of the keys can be folded."""
+    generator = torch.Generator().manual_seed(seed)
+    config, family = model.config, model.config.model_type
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = ROTATED.get(family, dim)
+    key_order = paired(heads, dim, generator, rotated, family in NEIGHBOURS)
+    orders = (ChannelOrder.of(x) for x in (key_order, free(heads, dim, generator)))
+    return LayerPlan(keys, values, *orders)
+
+
+def plan(model: Any, keys: TensorPlan = PLAIN, values: TensorPlan = PLAIN) -> Plan:
+    """Each layer has orders of its own."""
+    layers = range(model.config.num_hidden_layers)
+    return Plan(layers={str(i): layer_plan(model, keys, values, seed=i) for i in layers})
