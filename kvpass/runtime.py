@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import assert_soon
+from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import MAX_STEP
+from kvpass.cache.residency import MAX_STEP, TensorPlan
 from kvpass.errors import CacheStateError
 from kvpass.graph.binding import (
     Binding,
@@ -215,15 +216,21 @@ def _save_plain(buffer: PlainBuffer, args: Sequence[Any]) -> Tensor:
     return _changed(buffer, args).clone()
 
 
+def _packed_state(tokens: Tensor, plan: TensorPlan, order: ChannelOrder | None) -> list[Tensor]:
+    stored = tokens if order is None else order.store(tokens)
+    state: list[Tensor] = torch.ops.kvpass.pack.default(stored, str(plan))
+    return state
+
+
 def _pack_buffer(buffer: PlainBuffer, args: Sequence[Any], old: Tensor) -> None:
     """Turns a static cache's plain buffer into a `PackedKV`, in place: whatever holds the buffer
     holds the packed tensor then."""
     plain, plan = args[buffer.argument], buffer.plan
     room = plain.shape[2]
     written = room if buffer.counter is None else min(int(old) + buffer.new(args), room)
-    tokens, order = plain[:, :, :written], buffer.order
-    tokens = tokens if order is None else order.store(tokens)
-    state = torch.ops.kvpass.pack.default(tokens, str(plan))
+    order = buffer.order
+    # No name for the slice: it would hold the buffer.
+    state = _packed_state(plain[:, :, :written], plan, order)
     stored = written - plan.skipped(written)
     packed = PackedKV(state, plan, plan.logical(written), plain.dtype, written=stored, order=order)
     try:
