@@ -40,7 +40,15 @@ def codecs(draw, head_dim: int, groups=(2, 4, 8, 16, 24, 32)):
     """Codecs that fit heads of ``head_dim`` channels; never the identity."""
     axis = draw(st.sampled_from(["channel", "token"]))
     fitting = [g for g in groups if axis == "channel" or head_dim % g == 0]
-    return Codec(draw(st.sampled_from(BITS)), axis, draw(st.sampled_from(fitting)))
+    bits = draw(st.sampled_from(BITS))
+    return Codec(
+        bits,
+        axis,
+        draw(st.sampled_from(fitting)),
+        clip=draw(st.sampled_from([1.0, 1.0, 0.92, 0.5])),
+        params=draw(st.sampled_from(["half", "half", "fp8"])),
+        slots=bits == 1.5 and draw(st.booleans()),
+    )
 
 
 @st.composite

@@ -106,7 +106,9 @@ class PackedKV(Tensor):
             bits = float(exact)
         else:
             packed = max(0, tokens - (ends[1] - ends[0]))
-            bits = self.plan.codec.bits_per_element() * packed + exact * (tokens - packed)
+            bits = self.plan.codec.bits_per_element(self.shape[3]) * packed + exact * (
+                tokens - packed
+            )
             bits /= max(tokens, 1)
         return bits + 8 * self.ends.nbytes / max(self.numel(), 1)
 

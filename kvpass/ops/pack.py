@@ -16,11 +16,11 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
 
     Returns:
         The tensors that `TensorPlan.state_names` names: codes ``[B, H, C, W]`` (int16 words, or
-        the model's dtype and ``W = D`` for the identity), params int32 (see `kvpass.cache.codec`),
-        window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token ``t``, and ends, int32
-        ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
-        ``ends[i-1] ... ends[i]``, packed token ``t`` at slot ``t % C`` (``t`` itself, unless a
-        window slides).
+        the model's dtype and ``W = D`` for the identity), params int32 or int16 (see
+        `kvpass.cache.codec`), window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token
+        ``t``, and ends, int32 ``[B, segments]``: the position at which each segment ends. Segment
+        ``i`` holds tokens ``ends[i-1] ... ends[i]``, packed token ``t`` at slot ``t % C`` (``t``
+        itself, unless a window slides).
     """
     b, h, _, d = new.shape
     codec, c = plan.codec, plan.capacity(tokens)
@@ -29,7 +29,7 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
         return [new.new_empty((b, h, c, d)), ends]
     codes = new.new_empty((b, h, c, codec.words(d)), dtype=torch.int16)
     shape = (b, h, c // codec.group, d) if codec.axis == "channel" else (b, h, d // codec.group, c)
-    params = new.new_empty(shape, dtype=torch.int32)
+    params = new.new_empty(shape, dtype=codec.param_dtype)
     return [codes, params, new.new_empty((b, h, plan.ring, d)), ends]
 
 

@@ -13,7 +13,7 @@ from kvpass.cache.residency import MAX_STEP
 from kvpass.errors import KernelError
 from lowering.cpp.constants import decline_device, pointers
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
-from lowering.layouts import decline_gaps, exact_tokens
+from lowering.layouts import decline_codec, decline_gaps, exact_tokens
 
 _ARGUMENTS = struct.Struct("4P3qP5q")
 
@@ -25,6 +25,7 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
         return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
     return (
         decline_device(new)
+        or decline_codec(plan, encodes=True)
         or decline_gaps(state, plan)
         or decline_compiler("append", **_parameters(plan, int(new.shape[3]), new.dtype))
     )

@@ -68,7 +68,7 @@ def constants_of(plan: str, dim: int) -> Constants:
     p = TensorPlan.parse(plan)
     codec, residency = p.codec, p.residency
     return Constants(
-        str(unbounded(p)), dim, codec.bits, codec.group, codec.axis == "token",
+        str(unbounded(p)), dim, int(codec.word_bits), codec.group, codec.axis == "token",
         residency.window, residency.flush, p.ring, p.keep is not None,
     )  # fmt: skip
 

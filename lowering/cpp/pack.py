@@ -13,15 +13,17 @@ from kvpass.cache.residency import TensorPlan
 from kvpass.ops.pack import empty_state
 from lowering.cpp.constants import decline_device, pointers
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
-from lowering.layouts import unbounded
+from lowering.layouts import decline_codec, unbounded
 
 _ARGUMENTS = struct.Struct("4P3qP6q")
 
 
 def supports(new: Tensor, plan: str) -> str | None:
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
-    return decline_device(new) or decline_compiler(
-        "pack", **_parameters(plan, int(new.shape[3]), new.dtype)
+    return (
+        decline_device(new)
+        or decline_codec(plan, encodes=True)
+        or decline_compiler("pack", **_parameters(plan, int(new.shape[3]), new.dtype))
     )
 
 
