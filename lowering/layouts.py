@@ -93,7 +93,10 @@ def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -
 def decline_codec(plan: str, encodes: bool = False) -> str | None:
     """Why the Triton kernels cannot read tokens stored so, or with ``encodes`` write them; or
     None."""
-    codec = TensorPlan.parse(plan).codec
+    p = TensorPlan.parse(plan)
+    codec = p.codec
+    if p.sinks:
+        return f"sinks of {plan} are not supported"
     bits = codec.bits if encodes else codec.word_bits
     if bits not in (2, 4, 8, 16):
         return f"{bits} bits of {codec} are not supported; the kernels take 2, 4 and 8"

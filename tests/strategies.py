@@ -58,7 +58,8 @@ def tensor_plans(draw, head_dim: int):
         return TensorPlan()
     codec = draw(codecs(head_dim, groups=(2, 4, 8)))
     flush = codec.token_group * draw(st.integers(1, 4))
-    return TensorPlan(codec, Residency(draw(st.integers(0, 24)), flush))
+    sinks = draw(st.sampled_from([0, 0, 1, 5, 20]))
+    return TensorPlan(codec, Residency(draw(st.integers(0, 24)), flush, sinks))
 
 
 def steps(most: int = 6) -> st.SearchStrategy[list[int]]:
@@ -71,11 +72,12 @@ def steps(most: int = 6) -> st.SearchStrategy[list[int]]:
 
 
 def rounded(x: Tensor, plan: TensorPlan, packed: int) -> Tensor:
-    """``x`` with its first ``packed`` tokens encoded and decoded."""
+    """``x`` with its first ``packed`` tokens encoded and decoded, but for the sinks."""
     if plan.codec.identity:
         return x
-    words, params = plan.codec.encode(x[:, :, :packed])
-    return torch.cat([plan.codec.decode(words, params, x.dtype), x[:, :, packed:]], dim=2)
+    first = min(plan.sinks, packed)
+    decoded = plan.codec.decode(*plan.codec.encode(x[:, :, first:packed]), x.dtype)
+    return torch.cat([x[:, :, :first], decoded, x[:, :, packed:]], dim=2)
 
 
 @contextmanager

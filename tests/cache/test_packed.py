@@ -433,7 +433,8 @@ def test_nbytes_is_the_sum_of_the_formula(plan, batch, tokens):
     else:
         codes = rows * capacity * (16 if codec.word_bits == 1.5 else 10 * codec.word_bits)
         params = rows * capacity * 80 // codec.group * (2 if codec.params == "fp8" else 4)
-        expected = codes + params + rows * plan.ring * 80 * 4 + batch * 2 * 4
+        exact = rows * (plan.ring + plan.sinks) * 80 * 4
+        expected = codes + params + exact + batch * len(plan.segments) * 4
     assert x.nbytes == expected
 
 
