@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
-from lowering.cpp.constants import DTYPES, constants_of, decline_device, pointers
+from lowering.cpp.constants import DTYPES, constants_of, decline_device, decline_plan, pointers
 from lowering.cpp.library import decline_compiler, load_function, native_lanes
-from lowering.layouts import decline_codec, decline_formats, decline_gaps, exact_tokens
+from lowering.layouts import decline_formats, decline_gaps, exact_tokens
 
 # Polynomial for 2 ** x on [-0.5, 0.5], highest power first: least squares of the relative error.
 _EXP2 = (0.0013266971, 0.00967546, 0.055507425, 0.24022122, 0.69314694, 1.0000001)
@@ -46,7 +46,7 @@ def supports(
     if mask is not None and mask.dtype not in _KINDS:
         return f"the mask is {mask.dtype}"
     k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
-    if reason := decline_codec(k_plan) or decline_codec(v_plan):
+    if reason := decline_plan(k_plan) or decline_plan(v_plan):
         return reason
     for plan, dim in ((k_plan, k_dim), (v_plan, v_dim)):
         if reason := constants_of(plan, dim).misfit(_lanes(k_plan, v_plan, k_dim, v_dim)):

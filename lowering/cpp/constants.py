@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -20,14 +21,18 @@ class Constants:
     """One cache tensor as the templates see it.
 
     Attributes:
-        name: the printed plan, without how many tokens it keeps or has room for.
+        name: the printed plan, without how many tokens it keeps or has room for, and without the
+            factor of clipping: kernels are told at run time.
         dim: channels of a head.
-        bits: per code; 16 for tokens stored as they are.
+        bits: of the place of a code in its word; 16 for tokens stored as they are.
         group: tokens or channels that share a scale; 0 for 16 bits.
         by_token: groups are channels of one token, not tokens of one channel.
         window, flush: see `kvpass.cache.residency.Residency`.
         ring: slots of the exact window; 0 for 16 bits.
         sliding: the token at position ``t`` is stored at slot ``t % capacity``.
+        levels: the largest code.
+        fp8: scales and minima are fp8-e4m3, not half.
+        clipped: the ends of groups are multiplied by a factor.
     """
 
     name: str
@@ -39,6 +44,30 @@ class Constants:
     flush: int
     ring: int
     sliding: bool = False
+    # Said by the name already.
+    levels: int = field(default=0, repr=False)
+    fp8: bool = field(default=False, repr=False)
+    clipped: bool = field(default=False, repr=False)
+
+    @property
+    def mask(self) -> int:
+        """The bits of a code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def param(self) -> str:
+        """The type of params."""
+        return "int16_t" if self.fp8 else "int32_t"
+
+    @property
+    def param_bits(self) -> int:
+        """Of each of the two numbers in params."""
+        return 8 if self.fp8 else 16
+
+    @property
+    def widen(self) -> str:
+        """The function that reads one of them."""
+        return "widen_fp8" if self.fp8 else "widen_half"
 
     @property
     def packed(self) -> bool:
@@ -63,14 +92,33 @@ class Constants:
 
 
 @cache
-def constants_of(plan: str, dim: int) -> Constants:
-    """The constants of a cache tensor with this printed plan and head dimension."""
+def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
+    """The constants of a cache tensor with this printed plan and head dimension, to be read only or
+    to be written as well."""
     p = TensorPlan.parse(plan)
     codec, residency = p.codec, p.residency
+    name = str(unbounded(replace(p, codec=replace(codec, clip=1.0))))
     return Constants(
-        str(unbounded(p)), dim, int(codec.word_bits), codec.group, codec.axis == "token",
+        name, dim, int(codec.word_bits), codec.group, codec.axis == "token",
         residency.window, residency.flush, p.ring, p.keep is not None,
+        codec.levels, codec.params == "fp8", encodes and codec.clip != 1,
     )  # fmt: skip
+
+
+def decline_plan(plan: str) -> str | None:
+    """Why C++ cannot work on tokens stored so, or None."""
+    p = TensorPlan.parse(plan)
+    if p.sinks:
+        return f"sinks of {plan} are not supported"
+    if p.codec.word_bits not in (1, 2, 4, 8, 16):
+        return f"{p.codec.bits} bits of {p.codec} are not supported; C++ takes 1, 2, 4 and 8"
+    return None
+
+
+def clip_argument(plan: str) -> bytes:
+    """The last argument of what encodes: the factor of clipping, where there is one."""
+    clip = TensorPlan.parse(plan).codec.clip
+    return b"" if clip == 1 else struct.pack("d", clip)
 
 
 def decline_device(x: Tensor) -> str | None:

@@ -9,9 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowering.cpp.constants import decline_device, pointers
+from lowering.cpp.constants import decline_device, decline_plan, pointers
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
-from lowering.layouts import decline_codec, decline_conversion, decline_gaps, exact_tokens
+from lowering.layouts import decline_conversion, decline_gaps, exact_tokens
 
 _ARGUMENTS = struct.Struct("4P3qP2q")
 
@@ -24,7 +24,7 @@ def supports(
     return (
         decline_conversion(exact, dtype)
         or decline_device(exact)
-        or decline_codec(plan)
+        or decline_plan(plan)
         or decline_gaps(state, plan)
         or decline_compiler("unpack", **tensor_parameters(plan, int(exact.shape[3]), dtype))
     )

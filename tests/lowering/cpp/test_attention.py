@@ -52,6 +52,8 @@ def test_every_kind_of_length(plans, lanes):
         ("int4.token32/window=40,flush=1", "int4.token64/window=8,flush=4"),
         ("int8.token64/window=5,flush=3", "fp"),
         ("fp", "int2.token32/window=64,flush=8"),
+        ("int2.token32.fp8.clip0.92/window=32,flush=1", "int1.token64/window=32,flush=1"),
+        ("int1.channel32.fp8/window=0,flush=64", "int1.5.token32.slots.fp8/window=32,flush=1"),
     ],
     ids=str,
 )
@@ -234,6 +236,13 @@ def test_what_is_declined():
     assert reason(plans=other) == (
         f"keys {other[0]} and values {other[1]} do not keep the same tokens"
     )
+    for plan, problem in (
+        ("int3.token64/window=0,flush=1", "3 bits of int3.token64 are not supported"),
+        ("int1.5.token64/window=0,flush=1", "1.5 bits of int1.5.token64 are not supported"),
+    ):
+        assert reason(values=states((plan, plan), 40)[1], plans=(plans[0], plan)) == (
+            f"{problem}; C++ takes 1, 2, 4 and 8"
+        )
     small = (plans[0], "int2.token2/window=0,flush=1")
     assert reason(values=states(small, 40)[1], plans=small).startswith(
         "groups of 2 channels are too small for"

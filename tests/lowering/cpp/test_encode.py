@@ -22,6 +22,9 @@ PLANS = (
     "int2.token16/window=128,flush=1",
     "int4.token40/window=0,flush=5",
     "int8.token80/window=7,flush=2",
+    "int2.token16.fp8.clip0.92/window=7,flush=2",
+    "int1.channel32.clip0.5/window=0,flush=64",
+    "int1.5.channel24.slots.fp8/window=0,flush=24",
 )
 STEPS = (1, 16, 40, 1, 3, 130, 16, 16, 16, 16, 16, 16, 16, 16, 1)
 
@@ -47,10 +50,10 @@ def with_room(state, plan, tokens):
     if plan == "fp":
         roomy[0][:, :, : state[0].shape[2]] = state[0]
         return [roomy[0], state[1]]
-    codes, params, window, ends = state
+    codes, params, *exact = state
     roomy[0][:, :, : codes.shape[2]] = codes
     roomy[1][:, :, : params.shape[2], : params.shape[3]] = params
-    return poison([roomy[0], roomy[1], window, ends], plan)
+    return poison([roomy[0], roomy[1], *exact], plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
