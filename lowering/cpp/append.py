@@ -11,7 +11,13 @@ from torch import Tensor
 
 from kvpass.cache.residency import MAX_STEP
 from kvpass.errors import KernelError
-from lowering.cpp.constants import clip_argument, decline_device, decline_plan, pointers
+from lowering.cpp.constants import (
+    clip_argument,
+    decline_device,
+    decline_plan,
+    pointers,
+    sinks_argument,
+)
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import decline_gaps, exact_tokens
 
@@ -56,6 +62,7 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
             count, torch.get_num_threads(),
         )
         + clip_argument(plan)
+        + sinks_argument(state)
     )  # fmt: skip
     if room >= 0:
         raise KernelError(

@@ -33,6 +33,7 @@ class Constants:
         levels: the largest code.
         fp8: scales and minima are fp8-e4m3, not half.
         clipped: the ends of groups are multiplied by a factor.
+        sinks: first tokens that are stored as they are, beside the window.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Constants:
     levels: int = field(default=0, repr=False)
     fp8: bool = field(default=False, repr=False)
     clipped: bool = field(default=False, repr=False)
+    sinks: int = field(default=0, repr=False)
 
     @property
     def mask(self) -> int:
@@ -101,24 +103,27 @@ def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
     return Constants(
         name, dim, int(codec.word_bits), codec.group, codec.axis == "token",
         residency.window, residency.flush, p.ring, p.keep is not None,
-        codec.levels, codec.params == "fp8", encodes and codec.clip != 1,
+        codec.levels, codec.params == "fp8", encodes and codec.clip != 1, p.sinks,
     )  # fmt: skip
 
 
 def decline_plan(plan: str) -> str | None:
     """Why C++ cannot work on tokens stored so, or None."""
     p = TensorPlan.parse(plan)
-    if p.sinks:
-        return f"sinks of {plan} are not supported"
     if p.codec.word_bits not in (1, 2, 4, 8, 16):
         return f"{p.codec.bits} bits of {p.codec} are not supported; C++ takes 1, 2, 4 and 8"
     return None
 
 
 def clip_argument(plan: str) -> bytes:
-    """The last argument of what encodes: the factor of clipping, where there is one."""
+    """One of the last arguments of what encodes: the factor of clipping, where there is one."""
     clip = TensorPlan.parse(plan).codec.clip
     return b"" if clip == 1 else struct.pack("d", clip)
+
+
+def sinks_argument(state: Sequence[Tensor]) -> bytes:
+    """The last argument for a cache tensor: the address of its sinks, where it has any."""
+    return struct.pack("P", state[3].data_ptr()) if len(state) == 5 else b""
 
 
 def decline_device(x: Tensor) -> str | None:
@@ -133,8 +138,9 @@ def decline_device(x: Tensor) -> str | None:
 
 
 def pointers(state: Sequence[Tensor]) -> tuple[int, int, int, int]:
-    """Addresses of codes, params, window and ends; 0 for what an identity codec lacks."""
+    """Addresses of codes, params, window and ends; 0 for what an identity codec lacks. See also
+    `sinks_argument`."""
     if len(state) == 2:
         return state[0].data_ptr(), 0, 0, state[1].data_ptr()
-    codes, params, window, ends = state
-    return codes.data_ptr(), params.data_ptr(), window.data_ptr(), ends.data_ptr()
+    codes, params, window = state[:3]
+    return codes.data_ptr(), params.data_ptr(), window.data_ptr(), state[-1].data_ptr()

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops.pack import empty_state
-from lowering.cpp.constants import clip_argument, decline_device, decline_plan, pointers
+from lowering.cpp.constants import (
+    clip_argument,
+    decline_device,
+    decline_plan,
+    pointers,
+    sinks_argument,
+)
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import unbounded
 
@@ -53,5 +59,6 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
             count, packed, torch.get_num_threads(),
         )
         + clip_argument(plan)
+        + sinks_argument(state)
     )  # fmt: skip
     return state

@@ -216,6 +216,41 @@ def test_an_empty_cache_gives_zeros():
     assert torch.equal(out, torch.zeros_like(out))
 
 
+def with_sinks(plans, count):
+    return tuple(plan.replace("/window", f"/sinks={count},window") for plan in plans)
+
+
+SINKS = [
+    with_sinks(kivi(2), 5),
+    with_sinks(("int2.token32.fp8.clip0.92/window=32,flush=1",) * 2, 4),
+    with_sinks(kivi(4), 150),
+    ("fp", with_sinks(kivi(2), 5)[1]),
+    (with_sinks(kivi(2), 5)[0], "fp"),
+]
+
+
+@pytest.mark.parametrize("plans", SINKS, ids=str)
+def test_sinks_that_stay_exact(plans, lanes):
+    for tokens in (1, 4, 5, 6, 133, 134, 300, 700):
+        check(plans, *states(plans, tokens), query(8, 1, 64))
+    for prompt, *steps in ((3, 1, 1, 1), (239, 16), (4, 200, 16, 3)):
+        keys, values = states(plans, prompt, steps=steps)
+        n, total = steps[-1], prompt + sum(steps)
+        hidden = torch.rand(2, 1, n, total, generator=torch.Generator().manual_seed(n)) > 0.2
+        for variant in ({}, {"causal": True}, {"causal": True, "window": 130}, {"window": 3}):
+            for mask in (None, hidden):
+                check(plans, keys, values, query(8, n, 64), mask, **variant)
+
+
+def test_long_contexts_with_sinks_are_split_between_threads():
+    plans, threads = SINKS[0], torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        check(plans, *states(plans, 5000, heads=1, batch=1), query(4, 1, 64, batch=1))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_what_is_declined():
     plans = kivi(2)
     keys, values = states(plans, 40)
@@ -243,6 +278,10 @@ def test_what_is_declined():
         assert reason(values=states((plan, plan), 40)[1], plans=(plans[0], plan)) == (
             f"{problem}; C++ takes 1, 2, 4 and 8"
         )
+    apart = (with_sinks(plans, 5)[0], plans[1])
+    assert reason(keys=states(apart, 40)[0], plans=apart) == (
+        f"keys {apart[0]} and values {apart[1]} do not have the same sinks"
+    )
     small = (plans[0], "int2.token2/window=0,flush=1")
     assert reason(values=states(small, 40)[1], plans=small).startswith(
         "groups of 2 channels are too small for"
