@@ -17,6 +17,36 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 @dataclass(frozen=True)
+class Part:
+    """Words that hold some bits of every code of a token.
+
+    Attributes:
+        bits: of each code.
+        shift: place in the code of the lowest of them.
+        name: of the part's namespace; empty where it is the only one.
+    """
+
+    bits: int
+    shift: int = 0
+    name: str = ""
+
+    @property
+    def mask(self) -> int:
+        """Its bits, shifted down."""
+        return (1 << self.bits) - 1
+
+    @property
+    def scope(self) -> str:
+        """What stands before the names of its namespace."""
+        return self.name and f"{self.name}::"
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its members."""
+        return self.name and f"{self.name}_"
+
+
+@dataclass(frozen=True)
 class Constants:
     """One cache tensor as the templates see it.
 
@@ -24,7 +54,7 @@ class Constants:
         name: the printed plan, without how many tokens it keeps or has room for, and without the
             factor of clipping: kernels are told at run time.
         dim: channels of a head.
-        bits: of the place of a code in its word; 16 for tokens stored as they are.
+        bits: of the place of a code in its words; 16 for tokens stored as they are.
         group: tokens or channels that share a scale; 0 for 16 bits.
         by_token: groups are channels of one token, not tokens of one channel.
         window, flush: see `kvpass.cache.residency.Residency`.
@@ -52,9 +82,16 @@ class Constants:
     sinks: int = field(default=0, repr=False)
 
     @property
-    def mask(self) -> int:
-        """The bits of a code."""
-        return (1 << self.bits) - 1
+    def parts(self) -> tuple[Part, ...]:
+        """In the order of their words, see `kvpass.cache.words`; none for 16 bits."""
+        if self.bits == 3:
+            return Part(2, 0, "low"), Part(1, 2, "high")
+        return (Part(self.bits),) if self.packed else ()
+
+    @property
+    def stride(self) -> str:
+        """The words of a token, where there is one cache tensor."""
+        return "TOKEN_WORDS" if self.bits == 3 else "Code::WORDS"
 
     @property
     def param(self) -> str:
@@ -78,19 +115,25 @@ class Constants:
 
     @property
     def words(self) -> int:
-        """Numbers of one token that lie side by side: 16-bit words, or channels."""
-        return self.dim * self.bits // 16
+        """Numbers of one token that lie side by side: 16-bit words of a plane, or channels."""
+        return self.dim * (self.parts[0].bits if self.packed else 16) // 16
 
     def misfit(self, lanes: int) -> str | None:
         """Why vectors of ``lanes`` numbers cannot work on these groups, or None."""
         if not (self.packed and self.by_token):
             return None
-        for first in range(0, self.words, lanes):
-            last = min(first + lanes, self.words) - 1
-            for plane in range(0, self.dim, self.words):
-                if (plane + last) // self.group - (plane + first) // self.group > 1:
-                    return f"groups of {self.group} channels are too small for {lanes} lanes"
+        if any(self._misfit(lanes, self.dim * part.bits // 16) for part in self.parts):
+            return f"groups of {self.group} channels are too small for {lanes} lanes"
         return None
+
+    def _misfit(self, lanes: int, words: int) -> bool:
+        """A vector of channels in planes of ``words`` channels lies in more than two groups."""
+        for first in range(0, words, lanes):
+            last = min(first + lanes, words) - 1
+            for plane in range(0, self.dim, words):
+                if (plane + last) // self.group - (plane + first) // self.group > 1:
+                    return True
+        return False
 
 
 @cache
@@ -110,8 +153,8 @@ def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
 def decline_plan(plan: str) -> str | None:
     """Why C++ cannot work on tokens stored so, or None."""
     p = TensorPlan.parse(plan)
-    if p.codec.word_bits not in (1, 2, 4, 8, 16):
-        return f"{p.codec.bits} bits of {p.codec} are not supported; C++ takes 1, 2, 4 and 8"
+    if p.codec.word_bits == 1.5:
+        return f"base 3 of {p.codec} is not supported; C++ takes its three levels in slots"
     return None
 
 

@@ -54,6 +54,8 @@ def test_every_kind_of_length(plans, lanes):
         ("fp", "int2.token32/window=64,flush=8"),
         ("int2.token32.fp8.clip0.92/window=32,flush=1", "int1.token64/window=32,flush=1"),
         ("int1.channel32.fp8/window=0,flush=64", "int1.5.token32.slots.fp8/window=32,flush=1"),
+        ("int3.channel24/window=0,flush=48", "int3.token64.fp8/window=32,flush=1"),
+        ("int3.token32.fp8/window=32,flush=1", "int2.token32/window=16,flush=1"),
     ],
     ids=str,
 )
@@ -74,7 +76,7 @@ def test_codecs(plans, lanes):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_head_dims(dims, group, bits):
     plans = kivi(bits)[0], kivi(bits, group)[1]
     check(plans, *states(plans, 300, dim=dims), query(8, 1, dims[0]))
@@ -271,13 +273,10 @@ def test_what_is_declined():
     assert reason(plans=other) == (
         f"keys {other[0]} and values {other[1]} do not keep the same tokens"
     )
-    for plan, problem in (
-        ("int3.token64/window=0,flush=1", "3 bits of int3.token64 are not supported"),
-        ("int1.5.token64/window=0,flush=1", "1.5 bits of int1.5.token64 are not supported"),
-    ):
-        assert reason(values=states((plan, plan), 40)[1], plans=(plans[0], plan)) == (
-            f"{problem}; C++ takes 1, 2, 4 and 8"
-        )
+    trits = (plans[0], "int1.5.token64/window=0,flush=1")
+    assert reason(values=states(trits, 40)[1], plans=trits) == (
+        "base 3 of int1.5.token64 is not supported; C++ takes its three levels in slots"
+    )
     apart = (with_sinks(plans, 5)[0], plans[1])
     assert reason(keys=states(apart, 40)[0], plans=apart) == (
         f"keys {apart[0]} and values {apart[1]} do not have the same sinks"

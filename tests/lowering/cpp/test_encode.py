@@ -25,6 +25,8 @@ PLANS = (
     "int2.token16.fp8.clip0.92/window=7,flush=2",
     "int1.channel32.clip0.5/window=0,flush=64",
     "int1.5.channel24.slots.fp8/window=0,flush=24",
+    "int3.channel32/window=0,flush=128",
+    "int3.token40.fp8.clip0.92/window=7,flush=2",
     "int2.token16.fp8.clip0.92/sinks=5,window=7,flush=2",
     "int4.channel24/sinks=50,window=3,flush=24",
 )
