@@ -84,12 +84,27 @@ def test_a_failed_step_gives_back_the_places_of_sinks(
     assert (got - wanted[:, 5:]).abs().max().item() <= LOGITS_CODES_FP32
 
 
-def test_static_caches_have_no_sinks() -> None:
-    model, plan = tiny_model("llama", layers=1), both(PLANS["sinks"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("first", [50, 3])
+def test_static_caches_have_no_sinks(family: str, first: int) -> None:
+    model, plan = tiny_model(family, layers=1), both(PLANS["sinks"])
     without = both(PLANS["sinks"].replace("sinks=5,", ""))
-    ids = prompt(1, 60)
-    wanted, _ = run_steps(model, ids, [50, *[1] * 10], None, oracle_cache(without, model.config))
+    steps = [first, *[1] * 5, 20, 1]
+    ids = prompt(1, sum(steps))
+    torch._dynamo.reset()
+    wanted, _ = run_steps(model, ids, steps, None, oracle_cache(without, model.config))
     cache = StaticCache(config=model.config, max_cache_len=80)
-    got, cache = run_steps(compiled(model, plan), ids, [50, *[1] * 10], cache=cache)
+    got, cache = run_steps(compiled(model, plan), ids, steps, cache=cache)
+    assert cache.layers[0].keys.plan.sinks == 0
+    assert (got - wanted).abs().max().item() <= LOGITS_CODES_FP32
+
+
+def test_sliding_windows_have_no_sinks() -> None:
+    model, plan = tiny_model("mistral", layers=1), both(PLANS["sinks"])
+    steps = [70, *[1] * 5, 20, 1]
+    ids = prompt(1, sum(steps))
+    torch._dynamo.reset()
+    wanted, _ = run_steps(model, ids, steps, None, oracle_cache(plan, model.config))
+    got, cache = run_steps(compiled(model, plan), ids, steps)
     assert cache.layers[0].keys.plan.sinks == 0
     assert (got - wanted).abs().max().item() <= LOGITS_CODES_FP32

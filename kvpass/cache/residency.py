@@ -149,7 +149,8 @@ class TensorPlan:
     def static(self, room: int) -> TensorPlan:
         """This plan for a static cache's buffer of ``room`` tokens.
 
-        Without sinks, as `sliding`: a static window forgets its first tokens when it is full.
+        Without sinks, as `sliding`: a static window forgets its first tokens when it is full, and
+        the graph that begins one looks like the graph that begins a buffer which never slides.
         """
         return replace(self, residency=replace(self.residency, sinks=0), keep=room - 1, room=room)
 
