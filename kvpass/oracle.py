@@ -17,7 +17,8 @@ from kvpass.plan import LayerPlan, Plan
 class OracleLayer(DynamicLayer):
     """A plain cache layer whose older tokens have been encoded and decoded once.
 
-    ``keys`` and ``values`` are dense; their first ``packed[...]`` tokens are rounded by the codec.
+    ``keys`` and ``values`` are dense; their first ``packed[...]`` tokens are rounded by the codec,
+    but for the sinks.
     """
 
     def __init__(self, plan: LayerPlan) -> None:
@@ -45,7 +46,7 @@ class OracleLayer(DynamicLayer):
 
     def _round_due(self, name: str, stored: Tensor) -> Tensor:
         plan: TensorPlan = getattr(self.plan, name)
-        first = self.packed[name]
+        first = max(self.packed[name], plan.residency.sinks)
         due = plan.residency.due(stored.shape[2] - first)
         if plan.codec.identity or due == 0:
             return stored
@@ -62,8 +63,9 @@ class OracleLayer(DynamicLayer):
         super().crop(*args, **kwargs)
         for name in self.packed:
             plan: TensorPlan = getattr(self.plan, name)
-            group = plan.codec.token_group
-            self.packed[name] = min(self.packed[name], self.get_seq_length() // group * group)
+            group, sinks = plan.codec.token_group, plan.residency.sinks
+            whole = sinks + (self.get_seq_length() - sinks) // group * group
+            self.packed[name] = min(self.packed[name], whole)
 
     def reset(self) -> None:
         """Forgets everything."""

@@ -62,7 +62,8 @@ class LayerPlan:
         Per token, as the values are, which is sound whatever the tensor means: keys per channel
         rely on the outlier channels of keys. With at least 4 bits, since it may serve as keys, and
         keys per token keep their accuracy with 4 bits but not with 2 (KIVI, table 2). Groups are
-        the largest part of the values' that divides ``dim``.
+        the largest part of the values' that divides ``dim``; scales are half and nothing is
+        clipped, which is chosen for values.
 
         Raises:
             PlanError: if ``dim`` channels cannot be stored so.

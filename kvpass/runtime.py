@@ -194,12 +194,12 @@ def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
         return [t.clone() for t in handle.state]
     if handle.plan.codec.identity:
         return None
-    return [handle.window.clone(), handle.ends.clone()]
+    return [t.clone() for t in handle.state[2:]]
 
 
 def _restore(handle: PackedKV, saved: list[Tensor] | None) -> None:
     if saved is None:
-        handle.ends[:, -1] = handle.written
+        handle.ends.clamp_(max=handle.written)
         return
     for tensor, old in zip(handle.state[-len(saved) :], saved, strict=True):
         tensor.copy_(old)

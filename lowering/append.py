@@ -10,7 +10,7 @@ from kvpass.cache.residency import MAX_STEP, TensorPlan
 from lowering.codegen import load_kernels
 from lowering.heuristics import encode_tokens
 from lowering.launch import launch
-from lowering.layouts import decline_device, decline_state, layout_of, symbolic
+from lowering.layouts import decline_codec, decline_device, decline_state, layout_of, symbolic
 
 
 def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
@@ -19,7 +19,7 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
         return "the number of new tokens is symbolic"
     if new.shape[2] > MAX_STEP:
         return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
-    return decline_device(new) or decline_state(state, plan)
+    return decline_device(new) or decline_codec(plan, encodes=True) or decline_state(state, plan)
 
 
 def append(state: list[Tensor], new: Tensor, plan: str) -> None:

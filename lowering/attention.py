@@ -15,6 +15,7 @@ from lowering.codegen import load_kernels
 from lowering.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.launch import launch, on_nvidia
 from lowering.layouts import (
+    decline_codec,
     decline_device,
     decline_dtype,
     decline_formats,
@@ -51,6 +52,8 @@ def supports(
     if symbolic(q.shape[2]):
         return "the number of new tokens is symbolic"
     if reason := decline_formats(q, k, v, k_plan, v_plan):
+        return reason
+    if reason := decline_codec(k_plan) or decline_codec(v_plan):
         return reason
     if layout_of(k_plan, int(k.shape[3])).lanewise:
         return f"the groups of keys {k_plan} are too short at head_dim {k.shape[3]}"

@@ -24,7 +24,7 @@ def layout_of(plan: str, head_dim: int) -> Layout:
     sliding = p.keep is not None
     if p.codec.identity:
         return Layout(head_dim, sliding=sliding)
-    return Layout(head_dim, p.codec.bits, p.codec.axis, p.codec.group, p.ring, sliding)
+    return Layout(head_dim, int(p.codec.word_bits), p.codec.axis, p.codec.group, p.ring, sliding)
 
 
 def unbounded(plan: TensorPlan) -> TensorPlan:
@@ -90,6 +90,23 @@ def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -
     return None
 
 
+def decline_codec(plan: str, encodes: bool = False) -> str | None:
+    """Why the Triton kernels cannot read tokens stored so, or with ``encodes`` write them; or
+    None."""
+    p = TensorPlan.parse(plan)
+    codec = p.codec
+    if p.sinks:
+        return f"sinks of {plan} are not supported"
+    bits = codec.bits if encodes else codec.word_bits
+    if bits not in (2, 4, 8, 16):
+        return f"{bits} bits of {codec} are not supported; the kernels take 2, 4 and 8"
+    if codec.params != "half":
+        return f"{codec.params} params of {codec} are not supported; the kernels take half"
+    if encodes and codec.clip != 1:
+        return f"clip {codec.clip} of {codec} is not supported"
+    return None
+
+
 def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     """Why no kernel can address this state, or None."""
     names = TensorPlan.parse(plan).state_names
@@ -101,7 +118,7 @@ def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:
 
 def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
     """Why the kernels cannot work on this state, or None."""
-    if reason := decline_gaps(state, plan):
+    if reason := decline_codec(plan) or decline_gaps(state, plan):
         return reason
     exact = exact_tokens(state, plan)
     return layout_of(plan, int(exact.shape[3])).misfit() or decline_dtype(exact, "the cache")

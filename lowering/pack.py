@@ -9,13 +9,14 @@ from kvpass.ops.pack import empty_state
 from lowering.codegen import load_kernels
 from lowering.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.launch import launch
-from lowering.layouts import decline_device, decline_dtype, layout_of, unbounded
+from lowering.layouts import decline_codec, decline_device, decline_dtype, layout_of, unbounded
 
 
 def supports(new: Tensor, plan: str) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::pack``, or None."""
     return (
         decline_device(new)
+        or decline_codec(plan, encodes=True)
         or decline_dtype(new, "the cache")
         or layout_of(plan, int(new.shape[3])).misfit()
     )

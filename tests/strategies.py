@@ -40,7 +40,15 @@ def codecs(draw, head_dim: int, groups=(2, 4, 8, 16, 24, 32)):
     """Codecs that fit heads of ``head_dim`` channels; never the identity."""
     axis = draw(st.sampled_from(["channel", "token"]))
     fitting = [g for g in groups if axis == "channel" or head_dim % g == 0]
-    return Codec(draw(st.sampled_from(BITS)), axis, draw(st.sampled_from(fitting)))
+    bits = draw(st.sampled_from(BITS))
+    return Codec(
+        bits,
+        axis,
+        draw(st.sampled_from(fitting)),
+        clip=draw(st.sampled_from([1.0, 1.0, 0.92, 0.5])),
+        params=draw(st.sampled_from(["half", "half", "fp8"])),
+        slots=bits == 1.5 and draw(st.booleans()),
+    )
 
 
 @st.composite
@@ -50,7 +58,8 @@ def tensor_plans(draw, head_dim: int):
         return TensorPlan()
     codec = draw(codecs(head_dim, groups=(2, 4, 8)))
     flush = codec.token_group * draw(st.integers(1, 4))
-    return TensorPlan(codec, Residency(draw(st.integers(0, 24)), flush))
+    sinks = draw(st.sampled_from([0, 0, 1, 5, 20]))
+    return TensorPlan(codec, Residency(draw(st.integers(0, 24)), flush, sinks))
 
 
 def steps(most: int = 6) -> st.SearchStrategy[list[int]]:
@@ -63,11 +72,12 @@ def steps(most: int = 6) -> st.SearchStrategy[list[int]]:
 
 
 def rounded(x: Tensor, plan: TensorPlan, packed: int) -> Tensor:
-    """``x`` with its first ``packed`` tokens encoded and decoded."""
+    """``x`` with its first ``packed`` tokens encoded and decoded, but for the sinks."""
     if plan.codec.identity:
         return x
-    words, params = plan.codec.encode(x[:, :, :packed])
-    return torch.cat([plan.codec.decode(words, params, x.dtype), x[:, :, packed:]], dim=2)
+    first = min(plan.sinks, packed)
+    decoded = plan.codec.decode(*plan.codec.encode(x[:, :, first:packed]), x.dtype)
+    return torch.cat([x[:, :, :first], decoded, x[:, :, packed:]], dim=2)
 
 
 @contextmanager

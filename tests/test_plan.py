@@ -108,7 +108,7 @@ DAMAGED = {
     "layers is a list": {**GOOD, "layers": [1]},
     "a layer is text": {**GOOD, "layers": {"a": "fp"}},
     "unreadable plan": {**GOOD, "default": {"keys": "int2", "values": "fp"}},
-    "3 bits": {**GOOD, "default": {"keys": "int3.token32/window=0,flush=1", "values": "fp"}},
+    "5 bits": {**GOOD, "default": {"keys": "int5.token32/window=0,flush=1", "values": "fp"}},
     "group of 1": {**GOOD, "default": {"keys": "int2.token1/window=0,flush=1", "values": "fp"}},
     "flush of 0": {**GOOD, "default": {"keys": "int2.token32/window=0,flush=0", "values": "fp"}},
     "group over flush": {

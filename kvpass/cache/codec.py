@@ -2,11 +2,11 @@
 
 Layout (the same on every device, so that kernels and reference exchange bytes):
 
-* *words*, int16 ``[B, H, T, W]`` with ``W = D * bits / 16``: bits ``[j*bits, (j+1)*bits)`` of word
-  ``i`` hold the code of channel ``j*W + i`` (a *channel plane* ``j``).
-* *params*, int32: ``minimum << 16 | scale``, both IEEE half. Per channel: ``[B, H, T/G, D]``, one
-  per group of ``G`` consecutive tokens and channel. Per token: ``[B, H, D/G, T]``, one per token
-  and group of ``G`` consecutive channels.
+* *words*, int16 ``[B, H, T, W]``: the codes of each token, see `kvpass.cache.words`.
+* *params*: a scale and a minimum for each group. Per channel: ``[B, H, T/G, D]``, one per group of
+  ``G`` consecutive tokens and channel. Per token: ``[B, H, D/G, T]``, one per token and group of
+  ``G`` consecutive channels. int32 ``minimum << 16 | scale``, both IEEE half, or int16
+  ``minimum << 8 | scale``, both fp8-e4m3.
 
 An element decodes to ``code * scale + minimum``.
 """
@@ -21,12 +21,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpass.cache.words import pack_words, unpack_words, word_count, word_misfit
 from kvpass.errors import OptionError
 
 Axis = Literal["channel", "token"]
-BITS = (2, 4, 8)
-_HALF_MAX = torch.finfo(torch.float16).max
-_NAME = re.compile(r"int(?P<bits>\d+)\.(?P<axis>channel|token)(?P<group>\d+)")
+Params = Literal["half", "fp8"]
+BITS = (1, 1.5, 2, 3, 4, 8)
+# By the type of params: the type of the scale and the minimum in them.
+_NUMBERS = {torch.int32: torch.float16, torch.int16: torch.float8_e4m3fn}
+_NAME = re.compile(
+    r"int(?P<bits>1\.5|\d+)\.(?P<axis>channel|token)(?P<group>\d+)(?P<slots>\.slots)?"
+    r"(?P<fp8>\.fp8)?(\.clip(?P<clip>\d+(\.\d+)?(e-\d+)?))?"
+)
 
 
 @dataclass(frozen=True)
@@ -34,32 +40,53 @@ class Codec:
     """Uniform asymmetric quantization of groups (KIVI, eq. 1-2), or the identity ``fp``.
 
     Attributes:
-        bits: bits per code, one of 2, 4, 8; 16 is the identity codec, which stores the model's own
-        dtype.
+        bits: bits per code, one of 1, 1.5 (three levels), 2, 3, 4, 8; 16 is the identity codec,
+            which stores the model's own dtype.
         axis: what a group belongs to. ``channel``: ``group`` consecutive tokens of one channel
             (keys in KIVI). ``token``: ``group`` consecutive channels of one token (values in KIVI).
         group: elements that share one scale and one minimum; 0 for the identity.
+        clip: the ends of every group are multiplied by this before it is encoded, and what lies
+            beyond them saturates (SKVQ, eq. 3). Meant for groups on both sides of zero, as the
+            channels of a token are.
+        params: what scales and minima are rounded to: ``half``, or ``fp8`` (fp8-e4m3, SKVQ
+            section 3.2), which halves their bits.
+        slots: three levels are stored in 2 bits each instead of base 3.
 
     Raises:
-        OptionError: if bits or group are not allowed.
+        OptionError: if a field has a value that is not allowed.
     """
 
-    bits: int = 16
+    bits: float = 16
     axis: Axis = "token"
     group: int = 0
+    clip: float = 1.0
+    params: Params = "half"
+    slots: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits == 16 and self.group == 0:
+        if (self.bits, self.group, self.clip, self.params) == (16, 0, 1, "half") and not self.slots:
             return
-        if not isinstance(self.bits, int) or self.bits not in BITS:
+        if self.bits not in BITS or (type(self.bits) is not int and self.bits != 1.5):
             raise OptionError(
-                f"bits={self.bits!r} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
+                f"bits={self.bits!r} is not supported; allowed: 1, 1.5, 2, 3, 4, 8 (or the recipe "
+                "'fp')."
             )
         if self.axis not in ("channel", "token"):
             raise OptionError(f"axis={self.axis!r} is not supported; allowed: 'channel', 'token'.")
         if not isinstance(self.group, int) or self.group < 2:
             raise OptionError(
                 f"group={self.group!r} is not supported; allowed: a whole number of at least 2."
+            )
+        if type(self.clip) not in (int, float) or not 0 < self.clip <= 1:
+            raise OptionError(
+                f"clip={self.clip!r} is not supported; allowed: a number above 0, at most 1."
+            )
+        if self.params not in ("half", "fp8"):
+            raise OptionError(f"params={self.params!r} is not supported; allowed: 'half', 'fp8'.")
+        if not isinstance(self.slots, bool) or (self.slots and self.bits != 1.5):
+            raise OptionError(
+                f"slots={self.slots!r} is not supported at bits={self.bits!r}; allowed: False, and "
+                "True at bits=1.5."
             )
 
     @property
@@ -72,18 +99,41 @@ class Codec:
         """Consecutive tokens that can only be encoded together."""
         return self.group if self.axis == "channel" and not self.identity else 1
 
+    @property
+    def levels(self) -> int:
+        """The largest code: 2 at 1.5 bits, which are three levels."""
+        return 2 if self.bits == 1.5 else (1 << int(self.bits)) - 1
+
+    @property
+    def word_bits(self) -> float:
+        """The layout of the words, by its bits, see `kvpass.cache.words`."""
+        return 2 if self.slots else self.bits
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Of params."""
+        return torch.int16 if self.params == "fp8" else torch.int32
+
     def __str__(self) -> str:
-        return "fp" if self.identity else f"int{self.bits}.{self.axis}{self.group}"
+        if self.identity:
+            return "fp"
+        text = f"int{self.bits}.{self.axis}{self.group}"
+        text += ".slots" * self.slots + ".fp8" * (self.params == "fp8")
+        return text if self.clip == 1 else f"{text}.clip{self.clip}"
 
     @staticmethod
     @cache
     def parse(text: str) -> Codec:
-        """The codec that prints as ``text``, e.g. ``int2.channel32`` or ``fp``."""
+        """The codec that prints as ``text``, e.g. ``int2.channel32``, ``fp``, or
+        ``int1.5.token128.fp8.clip0.92``."""
         if text == "fp":
             return Codec()
         if match := _NAME.fullmatch(text):
             axis: Axis = "channel" if match["axis"] == "channel" else "token"
-            return Codec(int(match["bits"]), axis, int(match["group"]))
+            bits = 1.5 if match["bits"] == "1.5" else int(match["bits"])
+            clip = float(match["clip"] or 1)
+            params: Params = "fp8" if match["fp8"] else "half"
+            return Codec(bits, axis, int(match["group"]), clip, params, bool(match["slots"]))
         raise OptionError(
             f"Codec {text!r} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
             "'int4.token32'."
@@ -91,21 +141,30 @@ class Codec:
 
     def words(self, head_dim: int) -> int:
         """16-bit words that hold one token's codes."""
-        return head_dim * self.bits // 16
+        return word_count(head_dim, self.word_bits)
 
     def misfit(self, head_dim: int) -> str | None:
         """Why this codec cannot store heads of ``head_dim`` channels, or None."""
         if self.identity:
             return None
-        if head_dim * self.bits % 16:
-            return f"head_dim {head_dim} at {self.bits} bits does not fill whole 16-bit words"
+        if reason := word_misfit(head_dim, self.word_bits):
+            return reason
         if self.axis == "token" and head_dim % self.group:
             return f"group {self.group} does not divide head_dim {head_dim}"
         return None
 
-    def bits_per_element(self) -> float:
-        """Stored bits per element, scales and minima included (the identity counts 16)."""
-        return 16.0 if self.identity else self.bits + 32 / self.group
+    def bits_per_element(self, head_dim: int | None = None) -> float:
+        """Stored bits per element, scales and minima included (the identity counts 16).
+
+        For heads of ``head_dim`` channels; None: as if they filled all words, which only base 3
+        may not do.
+        """
+        if self.identity:
+            return 16.0
+        codes = 1.6 if self.word_bits == 1.5 else self.word_bits
+        if head_dim is not None:
+            codes = 16 * self.words(head_dim) / head_dim
+        return codes + 8 * self.param_dtype.itemsize / self.group
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Words and params of ``x``.
@@ -114,7 +173,7 @@ class Codec:
             x: floating ``[B, H, T, D]``; ``T`` a multiple of `token_group`.
 
         Returns:
-            int16 words ``[B, H, T, W]`` and int32 params (see the module's docstring).
+            int16 words ``[B, H, T, W]`` and int32 or int16 params (see the module's docstring).
         """
         b, h, t, d = x.shape
         if self.axis == "channel":
@@ -124,26 +183,31 @@ class Codec:
             grouped = x.float().reshape(b, h, t, d // self.group, self.group)
             dim = 4
         low, high = grouped.aminmax(dim=dim, keepdim=True)
-        levels = (1 << self.bits) - 1
-        scale, minimum = to_half((high - low) / levels), to_half(low)
+        # The range is clipped as a whole, so that no sum follows a product: compilers that join
+        # them would round differently.
+        number = _NUMBERS[self.param_dtype]
+        scale = rounded_to((high - low) * self.clip / self.levels, number)
+        minimum = rounded_to(low * self.clip, number)
         # Codes are chosen against the rounded scale and minimum: those are what decoding will use.
-        codes = ((grouped - minimum.float()) / scale.float()).round_().clamp_(0, levels)
-        codes = torch.where(scale > 0, codes, 0.0).to(torch.int32).reshape(b, h, t, d)
+        steps = scale.float()
+        codes = ((grouped - minimum.float()) / steps).round_().clamp_(0, self.levels)
+        codes = torch.where(steps > 0, codes, 0.0).to(torch.int32).reshape(b, h, t, d)
         params = join_params(scale, minimum).squeeze(dim)
         if self.axis == "token":
             params = params.transpose(2, 3)
-        return pack_words(codes, self.bits), params.contiguous()
+        return pack_words(codes, self.word_bits), params.contiguous()
 
     def decode(self, words: Tensor, params: Tensor, dtype: torch.dtype) -> Tensor:
         """Inverse of `encode`: ``[B, H, T, D]`` in ``dtype`` (computed in float32)."""
-        codes = unpack_words(words, self.bits)
         scale, minimum = split_params(params)
-        b, h, t, d = codes.shape
+        b, h, t = words.shape[:3]
+        d = params.shape[3] if self.axis == "channel" else params.shape[2] * self.group
+        codes = unpack_words(words, self.word_bits)[..., :d]
         if self.axis == "channel":
-            grouped = codes.view(b, h, t // self.group, self.group, d)
+            grouped = codes.reshape(b, h, t // self.group, self.group, d)
             out = torch.addcmul(minimum.unsqueeze(3), grouped, scale.unsqueeze(3))
         else:
-            grouped = codes.view(b, h, t, d // self.group, self.group)
+            grouped = codes.reshape(b, h, t, d // self.group, self.group)
             out = torch.addcmul(
                 minimum.transpose(2, 3).unsqueeze(4), grouped, scale.transpose(2, 3).unsqueeze(4)
             )
@@ -153,37 +217,26 @@ class Codec:
 FP = Codec()
 
 
-def to_half(x: Tensor) -> Tensor:
-    """``x`` rounded to half precision, saturating: an infinite minimum would decode to NaN."""
-    return x.clamp(-_HALF_MAX, _HALF_MAX).to(torch.float16)
+def rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` rounded to a shorter floating ``dtype``, saturating: an infinite minimum would decode
+    to NaN."""
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype)
 
 
 def join_params(scale: Tensor, minimum: Tensor) -> Tensor:
-    """``minimum << 16 | scale`` as int32, from two half tensors of equal shape."""
-    low = scale.view(torch.int16).to(torch.int32) & 0xFFFF
-    return (minimum.view(torch.int16).to(torch.int32) << 16) | low
+    """``minimum << n | scale`` from two tensors of equal shape of n-bit numbers: int32 from half,
+    int16 from fp8-e4m3."""
+    if scale.dtype == torch.float16:
+        low = scale.view(torch.int16).to(torch.int32) & 0xFFFF
+        return (minimum.view(torch.int16).to(torch.int32) << 16) | low
+    low = scale.view(torch.uint8).to(torch.int32)
+    return (minimum.view(torch.uint8).to(torch.int32) << 8 | low).to(torch.int16)
 
 
 def split_params(params: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum in float32, from the int32 that `join_params` made."""
+    """Scale and minimum in float32, from what `join_params` made."""
     # Flat first: a dimension of size one may have any stride, which would refuse the other dtype.
-    halves = params.contiguous().view(-1).view(torch.float16).view(*params.shape, 2).float()
-    return halves[..., 0], halves[..., 1]
-
-
-def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """int16 words ``[..., D*bits/16]`` from int32 codes ``[..., D]``: plane ``j`` is channels
-    ``j*W ...``."""
-    planes = codes.view(*codes.shape[:-1], 16 // bits, codes.shape[-1] * bits // 16)
-    words = planes[..., 0, :].clone()
-    for j in range(1, 16 // bits):
-        words |= planes[..., j, :] << (j * bits)
-    return words.to(torch.int16)
-
-
-def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """float32 codes ``[..., D]`` from int16 words; exact inverse of `pack_words`."""
-    shifts = torch.arange(0, 16, bits, dtype=torch.int16, device=words.device).unsqueeze(-1)
-    # An arithmetic shift is enough: the mask removes the copies of the sign bit.
-    planes = (words.unsqueeze(-2) >> shifts) & ((1 << bits) - 1)
-    return planes.flatten(-2).to(torch.float32)
+    flat = params.contiguous().view(-1).view(_NUMBERS[params.dtype])
+    pairs = flat.view(*params.shape, 2).float()
+    return pairs[..., 0], pairs[..., 1]

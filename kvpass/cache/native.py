@@ -111,11 +111,11 @@ def to_copy(
     if is_traced(x.ends) or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
     x.check()
-    exact = "codes" if x.plan.codec.identity else "window"
+    exact = ("codes",) if x.plan.codec.identity else ("window", "sinks")
     state = [
         getattr(x, name).to(
             device=device,
-            dtype=dtype if name == exact else None,
+            dtype=dtype if name in exact else None,
             non_blocking=non_blocking,
             copy=True,
         )
@@ -189,12 +189,13 @@ def crop(x: PackedKV, first: int, last: int) -> Any:
     state = [t.clone() for t in x.state]
     ends = state[-1]
     if not plan.codec.identity:
-        packed, g = row_ends(ends)[0], plan.codec.token_group
-        kept = min(packed, total // g * g)
+        packed, g = row_ends(ends)[-2], plan.codec.token_group
+        sinks = min(plan.sinks, total)
+        kept = min(packed, sinks + (total - sinks) // g * g)
         if kept < min(packed, total):
             group = read_packed(x.state, plan, kept, kept + g, x.dtype)
             write_window(state[2], kept, group[:, :, : total - kept])
-        ends[:, 0] = kept
+        ends.clamp_(max=kept)
     ends[:, -1] = total
     return _rebuilt(x, state, last - first, total)
 

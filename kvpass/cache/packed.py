@@ -31,7 +31,7 @@ class PackedKV(Tensor):
 
     Attributes:
         plan: how the tokens are stored.
-        codes, params, window, ends: the state, see `kvpass.ops.pack.empty_state`.
+        codes, params, window, sinks, ends: the state, see `kvpass.ops.pack.empty_state`.
         written: where the last segment ends, as the host knows it.
         order: in which order ``codes`` and ``window`` hold the channels of each head, None if in
             the model's own. What goes in and comes out here is in the model's own; ops on ``state``
@@ -42,6 +42,7 @@ class PackedKV(Tensor):
     codes: Tensor
     params: Tensor
     window: Tensor
+    sinks: Tensor
     ends: Tensor
     written: int
     order: ChannelOrder | None
@@ -103,7 +104,7 @@ class PackedKV(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes held: codes, scales, minima, window and ends, spare room included."""
+        """Bytes held: codes, scales, minima, exact tokens and ends, spare room included."""
         return sum(t.numel() * t.element_size() for t in self.state)
 
     @property
@@ -116,8 +117,11 @@ class PackedKV(Tensor):
         if self.plan.codec.identity:
             bits = float(exact)
         else:
-            packed = max(0, tokens - (ends[1] - ends[0]))
-            bits = self.plan.codec.bits_per_element() * packed + exact * (tokens - packed)
+            sinks = ends[0] if self.plan.sinks else 0
+            packed = max(0, tokens - sinks - (ends[-1] - ends[-2]))
+            bits = self.plan.codec.bits_per_element(self.shape[3]) * packed + exact * (
+                tokens - packed
+            )
             bits /= max(tokens, 1)
         return bits + 8 * self.ends.nbytes / max(self.numel(), 1)
 
@@ -163,7 +167,7 @@ class PackedKV(Tensor):
             needed = tokens + new
         else:
             counted = tokens if new <= MAX_STEP else tokens + new
-            needed = counted - plan.residency.window
+            needed = counted - plan.residency.window - plan.sinks
         if needed > self.capacity:
             more = max(self.capacity // 4, 2 * plan.tile)
             self.grow(plan.capacity(max(needed, self.capacity + more)))

@@ -21,25 +21,29 @@ MAX_STEP = 16
 TILE = 128
 
 _PLAN = re.compile(
-    r"(?P<codec>[^/]+)(/window=(?P<window>\d+),flush=(?P<flush>\d+))?"
+    r"(?P<codec>[^/]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+))?"
     r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?"
 )
 
 
 @dataclass(frozen=True)
 class Residency:
-    """The exact recent tokens: `window` always stay exact; older ones are packed `flush` at a time.
+    """The exact tokens: the first `sinks` and the last `window` always stay exact; those in between
+    are packed `flush` at a time.
 
     Attributes:
         window: tokens.
         flush: tokens.
+        sinks: tokens (attention sinks: SKVQ, section 3.2, after StreamingLLM).
     """
 
     window: int = 0
     flush: int = 1
+    sinks: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (("window", self.window, 0), ("flush", self.flush, 1)):
+        for name, least in (("window", 0), ("flush", 1), ("sinks", 0)):
+            value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise OptionError(
                     f"{name}={value!r} is not supported; allowed: a whole number, at least {least}."
@@ -47,7 +51,7 @@ class Residency:
 
     def due(self, exact: int) -> int:
         """How many of ``exact`` unpacked tokens are to be packed now: whole flushes beyond the
-        window.
+        window. Sinks do not count.
 
         ``exact`` may be symbolic (`torch.sym_max` leaves no guard behind).
         """
@@ -79,7 +83,8 @@ class TensorPlan:
             where a static window is full, a new token takes the place of the oldest.
 
     Raises:
-        PlanError: if whole groups of tokens cannot be packed at a time.
+        PlanError: if whole groups of tokens cannot be packed at a time, or if there are sinks
+            although a window slides.
     """
 
     codec: Codec = FP
@@ -96,6 +101,8 @@ class TensorPlan:
                 raise PlanError(
                     f"{name}={value!r} is not supported; allowed: a positive number of tokens."
                 )
+        if self.sinks and self.keep is not None:
+            raise PlanError(f"sinks={self.sinks} cannot stay where only {self.keep} tokens do.")
         if self.residency.flush % self.codec.token_group:
             raise PlanError(
                 f"group {self.codec.token_group} of {self.codec} does not divide the residual of "
@@ -105,7 +112,8 @@ class TensorPlan:
     def __str__(self) -> str:
         text = str(self.codec)
         if not self.codec.identity:
-            text += f"/window={self.residency.window},flush={self.residency.flush}"
+            sinks = f"sinks={self.sinks}," if self.sinks else ""
+            text += f"/{sinks}window={self.residency.window},flush={self.residency.flush}"
         if self.keep is not None:
             text += f"/keep={self.keep}"
         return text if self.room is None else f"{text}/room={self.room}"
@@ -123,7 +131,8 @@ class TensorPlan:
         codec = Codec.parse(match["codec"])
         residency = Residency()
         if not codec.identity:
-            residency = Residency(int(match["window"]), int(match["flush"]))
+            names = ("window", "flush", "sinks")
+            residency = Residency(*(int(match[name] or 0) for name in names))
         keep, room = (int(match[name]) if match[name] else None for name in ("keep", "room"))
         return TensorPlan(codec, residency, keep, room)
 
@@ -131,15 +140,29 @@ class TensorPlan:
         """This plan for a cache that keeps the last ``keep`` tokens.
 
         The identity where the exact window would hold all of them: packing would only add to it.
+        Without sinks: the window forgets the first tokens, and with them their positions.
         """
         if keep <= self.residency.window + self.residency.flush:
             return TensorPlan(keep=keep)
-        return replace(self, keep=keep)
+        return replace(self, residency=replace(self.residency, sinks=0), keep=keep)
+
+    def static(self, room: int) -> TensorPlan:
+        """This plan for a static cache's buffer of ``room`` tokens.
+
+        Without sinks, as `sliding`: a static window forgets its first tokens when it is full, and
+        the graph that begins one looks like the graph that begins a buffer which never slides.
+        """
+        return replace(self, residency=replace(self.residency, sinks=0), keep=room - 1, room=room)
 
     def visible(self, total: int, new: int) -> int:
         """How many of ``total`` tokens the attention of a step that has added ``new`` can see: the
         last ones."""
         return total if self.keep is None else min(total, self.keep + new)
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that stay exact for ever (0 for ``fp``, which stores all of them so)."""
+        return 0 if self.codec.identity else self.residency.sinks
 
     @property
     def ring(self) -> int:
@@ -152,12 +175,18 @@ class TensorPlan:
     def segments(self) -> tuple[Segment, ...]:
         """Oldest tokens first."""
         packed = Segment(self.codec)
-        return (packed,) if self.codec.identity else (packed, Segment(FP, self.ring))
+        if self.codec.identity:
+            return (packed,)
+        sinks = (Segment(FP, self.sinks),) if self.sinks else ()
+        return (*sinks, packed, Segment(FP, self.ring))
 
     @cached_property
     def state_names(self) -> tuple[str, ...]:
         """The inner tensors of a `PackedKV` with this plan, in the order in which ops take them."""
-        return ("codes", "ends") if self.codec.identity else ("codes", "params", "window", "ends")
+        if self.codec.identity:
+            return ("codes", "ends")
+        sinks = ("sinks",) if self.sinks else ()
+        return ("codes", "params", "window", *sinks, "ends")
 
     @property
     def tile(self) -> int:
@@ -194,4 +223,4 @@ class TensorPlan:
         symbolic."""
         if self.codec.identity:
             return tokens
-        return self.residency.due(tokens)
+        return self.residency.due(tokens - self.sinks)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvpass.cache.residency import MAX_STEP, TensorPlan
 from kvpass.ops.library import define
-from kvpass.ops.pack import write_packed, write_window
+from kvpass.ops.pack import fill_sinks, write_packed, write_window
 
 SCHEMA = "append(Tensor(a!)[] state, Tensor new, str plan) -> ()"
 
@@ -30,8 +30,8 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
 
     A step of up to `MAX_STEP` tokens first packs what was already due and then stores the new
     tokens exactly, so that a token is attended exactly in its own step. A longer step has been
-    attended already; it packs everything that is due with the new tokens counted. Cost is O(new
-    tokens).
+    attended already; it packs everything that is due with the new tokens counted. Sinks are filled
+    first. Cost is O(new tokens).
 
     Args:
         state: see `kvpass.ops.pack.empty_state`; room for the packed tokens must exist.
@@ -44,7 +44,9 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
         write_packed(state, p, total, new)
         state[-1].fill_(total + n)
         return
-    packed, total = row_ends(state[-1])
+    if p.sinks:
+        new = fill_sinks(state, p, row_ends(state[-1])[-1], new)
+    *_, packed, total = row_ends(state[-1])
     window = state[2]
     if n <= MAX_STEP:
         due = p.residency.due(total - packed)
@@ -58,9 +60,9 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
     if due:
         write_packed(state, p, packed, oldest)
         # Before the window is written: an interrupt in between must not lose what was packed.
-        state[-1][:, 0] = packed + due
+        state[-1][:, -2] = packed + due
     write_window(window, start, rest)
-    state[-1][:, 1] = total + n
+    state[-1][:, -1] = total + new.shape[2]
 
 
 def append_fake(state: list[Tensor], new: Tensor, plan: str) -> None:

@@ -16,11 +16,12 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
 
     Returns:
         The tensors that `TensorPlan.state_names` names: codes ``[B, H, C, W]`` (int16 words, or
-        the model's dtype and ``W = D`` for the identity), params int32 (see `kvpass.cache.codec`),
-        window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token ``t``, and ends, int32
-        ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
-        ``ends[i-1] ... ends[i]``, packed token ``t`` at slot ``t % C`` (``t`` itself, unless a
-        window slides).
+        the model's dtype and ``W = D`` for the identity), params int32 or int16 (see
+        `kvpass.cache.codec`), window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token
+        ``t``, sinks ``[B, H, S, D]``, the first ``S`` tokens where the plan has sinks, and ends,
+        int32 ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
+        ``ends[i-1] ... ends[i]``, packed token ``t`` at slot ``(t - S) % C`` (``t - S`` itself,
+        unless a window slides).
     """
     b, h, _, d = new.shape
     codec, c = plan.codec, plan.capacity(tokens)
@@ -29,8 +30,9 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
         return [new.new_empty((b, h, c, d)), ends]
     codes = new.new_empty((b, h, c, codec.words(d)), dtype=torch.int16)
     shape = (b, h, c // codec.group, d) if codec.axis == "channel" else (b, h, d // codec.group, c)
-    params = new.new_empty(shape, dtype=torch.int32)
-    return [codes, params, new.new_empty((b, h, plan.ring, d)), ends]
+    params = new.new_empty(shape, dtype=codec.param_dtype)
+    exact = [new.new_empty((b, h, slots, d)) for slots in (plan.ring, plan.sinks) if slots]
+    return [codes, params, *exact, ends]
 
 
 def ring_runs(start: int, count: int, ring: int) -> list[tuple[int, int, int]]:
@@ -53,7 +55,7 @@ def ring_runs(start: int, count: int, ring: int) -> list[tuple[int, int, int]]:
 def write_packed(state: list[Tensor], plan: TensorPlan, start: int, x: Tensor) -> None:
     """Encodes tokens ``x`` ``[B, H, n, D]`` into the packed segment from position ``start`` on."""
     codec, codes = plan.codec, state[0]
-    for slot, offset, n in ring_runs(start, x.shape[2], codes.shape[2]):
+    for slot, offset, n in ring_runs(start - plan.sinks, x.shape[2], codes.shape[2]):
         part = x[:, :, offset : offset + n]
         if codec.identity:
             codes[:, :, slot : slot + n] = part
@@ -65,6 +67,16 @@ def write_packed(state: list[Tensor], plan: TensorPlan, start: int, x: Tensor) -
             state[1][:, :, slot // g : (slot + n) // g] = params
         else:
             state[1][:, :, :, slot : slot + n] = params
+
+
+def fill_sinks(state: list[Tensor], plan: TensorPlan, total: int, new: Tensor) -> Tensor:
+    """Of the tokens ``new`` ``[B, H, n, D]`` behind ``total`` others, stores those that are sinks,
+    and ends all segments behind them; returns the other new tokens."""
+    count = min(max(plan.sinks - total, 0), new.shape[2])
+    if count:
+        state[3][:, :, total : total + count] = new[:, :, :count]
+        state[-1].fill_(total + count)
+    return new[:, :, count:]
 
 
 def write_window(window: Tensor, start: int, x: Tensor) -> None:
@@ -81,18 +93,21 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
         plan: a printed `TensorPlan`.
 
     Returns:
-        The state, see `empty_state`: whole flushes packed, the rest exact in the window. Where a
-        window slides, positions count from the oldest flush that it still touches.
+        The state, see `empty_state`: whole flushes behind the sinks packed, the rest exact in the
+        window. Where a window slides, positions count from the oldest flush that it still touches.
     """
     p = TensorPlan.parse(plan)
     new = new[:, :, p.skipped(new.shape[2]) :]
     tokens = new.shape[2]
     packed = p.packed(tokens)
     state = empty_state(new, p, packed)
-    write_packed(state, p, 0, new[:, :, :packed])
+    if p.sinks:
+        new = fill_sinks(state, p, 0, new)
+    first = tokens - new.shape[2]
+    write_packed(state, p, first, new[:, :, :packed])
     if not p.codec.identity:
-        write_window(state[2], packed, new[:, :, packed:])
-        state[-1][:, 0] = packed
+        write_window(state[2], first + packed, new[:, :, packed:])
+        state[-1][:, -2] = first + packed
     state[-1][:, -1] = tokens
     return state
 

@@ -33,9 +33,14 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     first = max(0, total - tokens)
     like = state[0] if p.codec.identity else state[2]
     out = like.new_empty((*like.shape[:2], tokens, like.shape[3]), dtype=dtype)
-    packed = min(ends[0], total)
-    if packed > first:
-        out[:, :, : packed - first] = read_packed(state, p, first, packed, dtype)
+    packed = min(ends[0] if p.codec.identity else ends[-2], total)
+    start = first
+    if p.sinks:
+        # All tokens are wanted: no window slides.
+        start = min(ends[0], total)
+        out[:, :, :start] = state[3][:, :, :start]
+    if packed > start:
+        out[:, :, start - first : packed - first] = read_packed(state, p, start, packed, dtype)
     if not p.codec.identity:
         exact = max(packed, first)
         out[:, :, exact - first : total - first] = read_window(state[2], exact, total)
@@ -49,6 +54,7 @@ def read_packed(
     """Packed tokens ``first ... end``, decoded."""
     codes, codec = state[0], plan.codec
     g, parts = codec.token_group, []
+    first, end = first - plan.sinks, end - plan.sinks
     # From the beginning of a group: its tokens share their params.
     start = first // g * g
     for slot, _, n in ring_runs(start, end - start, codes.shape[2]):

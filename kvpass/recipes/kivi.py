@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvpass.cache.codec import BITS, Codec
+from kvpass.cache.codec import Codec
 from kvpass.cache.residency import Residency, TensorPlan
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
+
+_BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Kivi(Recipe):
     residual: int = 128
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or self.bits not in BITS:
+        if not isinstance(self.bits, int) or self.bits not in _BITS:
             raise OptionError(
                 f"bits={self.bits!r} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch.fx import Graph, Node
 
 from kvpass.cache.residency import MAX_STEP, TensorPlan
@@ -42,7 +40,7 @@ class QuantizeStatic(Rule):
         found = storage(update.new, update.buffer, context)
         if isinstance(found, Miss):
             return found
-        plan = replace(found[1], keep=update.room - 1, room=update.room)
+        plan = found[1].static(update.room)
         return {"update": update, "role": found[0], "plan": plan}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from kvpass.cache.residency import MAX_STEP
 from kvpass.errors import KernelError
-from lowering.cpp.constants import decline_device, pointers
+from lowering.cpp.constants import (
+    clip_argument,
+    decline_device,
+    decline_plan,
+    pointers,
+    sinks_argument,
+)
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import decline_gaps, exact_tokens
 
@@ -25,13 +31,14 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
         return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
     return (
         decline_device(new)
+        or decline_plan(plan)
         or decline_gaps(state, plan)
         or decline_compiler("append", **_parameters(plan, int(new.shape[3]), new.dtype))
     )
 
 
 def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
-    return tensor_parameters(plan, dim, dtype) | {"max_step": MAX_STEP}
+    return tensor_parameters(plan, dim, dtype, encodes=True) | {"max_step": MAX_STEP}
 
 
 @cache
@@ -54,6 +61,8 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, torch.get_num_threads(),
         )
+        + clip_argument(plan)
+        + sinks_argument(state)
     )  # fmt: skip
     if room >= 0:
         raise KernelError(

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
-from lowering.cpp.constants import DTYPES, constants_of, decline_device, pointers
+from lowering.cpp.constants import (
+    DTYPES,
+    constants_of,
+    decline_device,
+    decline_plan,
+    pointers,
+    sinks_argument,
+)
 from lowering.cpp.library import decline_compiler, load_function, native_lanes
 from lowering.layouts import decline_formats, decline_gaps, exact_tokens
 
@@ -46,6 +53,11 @@ def supports(
     if mask is not None and mask.dtype not in _KINDS:
         return f"the mask is {mask.dtype}"
     k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
+    if reason := decline_plan(k_plan) or decline_plan(v_plan):
+        return reason
+    parsed = [TensorPlan.parse(plan) for plan in (k_plan, v_plan)]
+    if len({p.sinks for p in parsed if not p.codec.identity}) > 1:
+        return f"keys {k_plan} and values {v_plan} do not have the same sinks"
     for plan, dim in ((k_plan, k_dim), (v_plan, v_dim)):
         if reason := constants_of(plan, dim).misfit(_lanes(k_plan, v_plan, k_dim, v_dim)):
             return reason
@@ -137,6 +149,8 @@ def attention(
             causal, window, TensorPlan.parse(k_plan).keep or 0,
             torch.get_num_threads(), scale, softcap,
         )
+        + sinks_argument(keys)
+        + sinks_argument(values)
     )  # fmt: skip
     return out
 

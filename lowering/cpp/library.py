@@ -44,9 +44,12 @@ def _environment() -> Environment:
     )
 
 
-def tensor_parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+def tensor_parameters(
+    plan: str, dim: int, dtype: torch.dtype, encodes: bool = False
+) -> dict[str, Any]:
     """The variables of a template that works on one cache tensor."""
-    return {"lanes": native_lanes(), "dtype": DTYPES[dtype], "x": constants_of(plan, dim)}
+    constants = constants_of(plan, dim, encodes)
+    return {"lanes": native_lanes(), "dtype": DTYPES[dtype], "x": constants}
 
 
 def render(template: str, **parameters: Any) -> str:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops.pack import empty_state
-from lowering.cpp.constants import decline_device, pointers
+from lowering.cpp.constants import (
+    clip_argument,
+    decline_device,
+    decline_plan,
+    pointers,
+    sinks_argument,
+)
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import unbounded
 
@@ -20,14 +26,16 @@ _ARGUMENTS = struct.Struct("4P3qP6q")
 
 def supports(new: Tensor, plan: str) -> str | None:
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
-    return decline_device(new) or decline_compiler(
-        "pack", **_parameters(plan, int(new.shape[3]), new.dtype)
+    return (
+        decline_device(new)
+        or decline_plan(plan)
+        or decline_compiler("pack", **_parameters(plan, int(new.shape[3]), new.dtype))
     )
 
 
 def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
     """Those of a plan that keeps all tokens: a first prompt has room for what is packed of it."""
-    return tensor_parameters(str(unbounded(TensorPlan.parse(plan))), dim, dtype)
+    return tensor_parameters(str(unbounded(TensorPlan.parse(plan))), dim, dtype, encodes=True)
 
 
 @cache
@@ -50,5 +58,7 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, packed, torch.get_num_threads(),
         )
+        + clip_argument(plan)
+        + sinks_argument(state)
     )  # fmt: skip
     return state

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowering.cpp.constants import decline_device, pointers
+from lowering.cpp.constants import decline_device, decline_plan, pointers, sinks_argument
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import decline_conversion, decline_gaps, exact_tokens
 
@@ -24,6 +24,7 @@ def supports(
     return (
         decline_conversion(exact, dtype)
         or decline_device(exact)
+        or decline_plan(plan)
         or decline_gaps(state, plan)
         or decline_compiler("unpack", **tensor_parameters(plan, int(exact.shape[3]), dtype))
     )
@@ -44,5 +45,6 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
             *pointers(state), batch, heads, state[0].shape[2],
             out.data_ptr(), tokens, torch.get_num_threads(),
         )
+        + sinks_argument(state)
     )  # fmt: skip
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,19 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass.cache.codec import (
-    BITS,
     FP,
     Codec,
     join_params,
-    pack_words,
+    rounded_to,
     split_params,
-    to_half,
-    unpack_words,
 )
 from kvpass.errors import OptionError
 from tests.strategies import HEAD_DIMS, SEEDS, codecs, randn, tensors
 
 CODECS = st.sampled_from(HEAD_DIMS).flatmap(codecs)
+# The fp8-e4m3 numbers that are not negative, by their codes.
+FP8 = np.array([m / 8 * 2.0**-6 for m in range(8)] + [
+    (1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8 - (e == 15))
+])  # fmt: skip
+
+
+def fitting_dim(codec: Codec) -> int:
+    return 80 if codec.axis == "channel" or 80 % codec.group == 0 else 128
 
 
 def whole_groups(x: torch.Tensor, codec: Codec) -> torch.Tensor:
@@ -35,72 +42,102 @@ def by_group(x: np.ndarray, codec: Codec) -> tuple[np.ndarray, int]:
     return x.reshape(b, h, t, d // codec.group, codec.group), 4
 
 
+def stored(x: np.ndarray, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
+    """The bits that stand for ``x`` in params, and their values in float32."""
+    if codec.params == "half":
+        half = np.finfo(np.float16)
+        rounded = np.clip(x, half.min, half.max).astype(np.float16)
+        return rounded.view(np.uint16).astype(np.uint32), rounded.astype(np.float32)
+    size = np.minimum(np.abs(x.astype(np.float64)), FP8[-1])
+    above = np.searchsorted(FP8, size)
+    below = np.maximum(above - 1, 0)
+    middle = (FP8[above] + FP8[below]) / 2
+    code = np.where((size > middle) | ((size == middle) & (above % 2 == 0)), above, below)
+    sign = np.signbit(x)
+    value = np.where(sign, -FP8[code], FP8[code]).astype(np.float32)
+    return (code + 128 * sign).astype(np.uint32), value
+
+
+def numpy_words(codes: np.ndarray, bits: float) -> np.ndarray:
+    """The docstring of `kvpass.cache.words`, transcribed."""
+    d = codes.shape[-1]
+    if bits == 3:
+        return np.concatenate([numpy_words(codes & 3, 2), numpy_words(codes >> 2, 1)], -1)
+    w = -(-d // 10) if bits == 1.5 else d * bits // 16
+    words = np.zeros((*codes.shape[:-1], w), np.uint16)
+    for channel in range(d):
+        j, i = divmod(channel, w)
+        place = 3 ** (j % 5) << 8 * (j // 5) if bits == 1.5 else 1 << j * bits
+        words[..., i] += codes[..., channel] * np.uint16(place)
+    return words
+
+
 def numpy_encode(x: np.ndarray, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
     """The module's docstring, transcribed: words as int16, params as int32."""
     grouped, axis = by_group(x.astype(np.float32), codec)
-    levels = np.float32(2**codec.bits - 1)
+    levels, clip = np.float32(levels_of(codec)), np.float32(codec.clip)
     low, high = grouped.min(axis, keepdims=True), grouped.max(axis, keepdims=True)
-    half = np.finfo(np.float16)
-    scale = np.clip((high - low) / levels, half.min, half.max).astype(np.float16)
-    minimum = np.clip(low, half.min, half.max).astype(np.float16)
+    scale_bits, scale = stored((high - low) * clip / levels, codec)
+    minimum_bits, minimum = stored(low * clip, codec)
     with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.rint((grouped - minimum.astype(np.float32)) / scale.astype(np.float32))
+        codes = np.rint((grouped - minimum) / scale)
     codes = np.where(scale > 0, np.clip(codes, 0, levels), 0).astype(np.uint16).reshape(x.shape)
-    w = x.shape[3] * codec.bits // 16
-    words = np.zeros((*x.shape[:3], w), np.uint16)
-    for i in range(w):
-        for j in range(16 // codec.bits):
-            words[..., i] |= codes[..., j * w + i] << np.uint16(j * codec.bits)
-    params = minimum.view(np.uint16).astype(np.uint32) << 16 | scale.view(np.uint16)
+    words = numpy_words(codes, 2 if codec.slots else codec.bits)
+    params = minimum_bits << (16 if codec.params == "half" else 8) | scale_bits
     params = params.squeeze(axis)
     if codec.axis == "token":
         params = params.swapaxes(2, 3)
-    return words.view(np.int16), params.view(np.int32)
+    if codec.params == "half":
+        return words.view(np.int16), params.view(np.int32)
+    return words.view(np.int16), params.astype(np.uint16).view(np.int16)
+
+
+def levels_of(codec: Codec) -> int:
+    return {1: 1, 1.5: 2, 2: 3, 3: 7, 4: 15, 8: 255}[codec.bits]
 
 
 def numpy_decode(words: np.ndarray, params: np.ndarray, codec: Codec, d: int) -> np.ndarray:
     """Element by element, in float64, where a code times a scale plus a minimum is exact."""
-    w, g = d * codec.bits // 16, codec.group
+    bits, g = 2 if codec.slots else codec.bits, codec.group
     b, h, t, _ = words.shape
     out = np.empty((b, h, t, d))
-    unsigned, pair = words.view(np.uint16), params.view(np.uint32)
-    scale = (pair & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64)
-    minimum = (pair >> 16).astype(np.uint16).view(np.float16).astype(np.float64)
+    if codec.params == "half":
+        pair = params.view(np.uint32)
+        scale = (pair & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64)
+        minimum = (pair >> 16).astype(np.uint16).view(np.float16).astype(np.float64)
+    else:
+        pair = params.view(np.uint16)
+        signed = np.concatenate([FP8, [np.nan], -FP8, [np.nan]])
+        scale, minimum = signed[pair & 0xFF], signed[pair >> 8]
     for token in range(t):
         for channel in range(d):
-            j, i = divmod(channel, w)
-            code = unsigned[:, :, token, i] >> (j * codec.bits) & (2**codec.bits - 1)
+            code = numpy_code(words.view(np.uint16)[:, :, token], channel, bits, d)
             at = (token // g, channel) if codec.axis == "channel" else (channel // g, token)
             out[:, :, token, channel] = code * scale[:, :, *at] + minimum[:, :, *at]
     return out
 
 
-@given(st.data(), st.sampled_from(BITS), SEEDS)
-def test_words_round_trip(data, bits, seed):
-    shape = data.draw(st.lists(st.integers(0, 4), max_size=3))
-    d = 16 // bits * data.draw(st.integers(1, 20))
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 1 << bits, (*shape, d), generator=generator, dtype=torch.int32)
-    words = pack_words(codes, bits)
-    assert words.dtype == torch.int16
-    assert words.shape == (*shape, d * bits // 16)
-    assert torch.equal(unpack_words(words, bits), codes.float())
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_every_code_survives_in_every_plane(bits):
-    codes = torch.arange(1 << bits, dtype=torch.int32)
-    planes = torch.cartesian_prod(*[codes] * 2) if bits == 8 else torch.cartesian_prod(codes, codes)
-    planes = planes.repeat(1, 16 // bits // 2)
-    assert torch.equal(unpack_words(pack_words(planes, bits), bits), planes.float())
+def numpy_code(words: np.ndarray, channel: int, bits: float, d: int) -> np.ndarray:
+    """One channel's code from the words ``[..., W]`` of a token."""
+    if bits == 3:
+        low = numpy_code(words[..., : d // 8], channel, 2, d)
+        return low + 4 * numpy_code(words[..., d // 8 :], channel, 1, d)
+    j, i = divmod(channel, words.shape[-1])
+    if bits == 1.5:
+        return (words[..., i] >> 8 * (j // 5) & 0xFF) // 3 ** (j % 5) % 3
+    return words[..., i] >> (j * bits) & (2**bits - 1)
 
 
 def test_params_round_trip_bit_for_bit():
-    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    halves = patterns.view(torch.float16)
-    scale, minimum = split_params(join_params(halves, halves.flip(0)))
-    torch.testing.assert_close(scale, halves.float(), rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(minimum, halves.flip(0).float(), rtol=0, atol=0, equal_nan=True)
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    eighths = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for numbers, dtype in ((halves, torch.int32), (eighths, torch.int16)):
+        other = numbers.float().flip(0).to(numbers.dtype)
+        joined = join_params(numbers, other)
+        assert joined.dtype == dtype
+        scale, minimum = split_params(joined)
+        torch.testing.assert_close(scale, numbers.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(minimum, other.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @given(tensors(tokens=st.integers(1, 3)), st.data())
@@ -125,34 +162,80 @@ def test_layout_is_the_documented_one(x, data):
 #   clamped to L:  x - m' - L s' <= (hi - lo) + (lo - m') - L s' <= L ds + dm
 #   s' = 0:        |m' - x| <= max(dm, hi - lo + dm) = L s + dm = L ds + dm
 # so the error is at most max(s' / 2, L ds + dm). Rounding v to half: dv <= max(|v| 2^-11, 2^-25),
-# half a unit in the last place or half the least subnormal. Float32 adds 2^-22 of the largest.
+# half a unit in the last place or half the least subnormal; to fp8, max(|v| 2^-4, 2^-10). Float32
+# adds 2^-22 of the largest.
 @given(tensors(tokens=st.integers(1, 3)), st.data())
 def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
-    codec = data.draw(codecs(x.shape[3]))
-    x = whole_groups(x, codec)
+    codec = replace(data.draw(codecs(x.shape[3])), clip=1.0)
+    fp8 = codec.params == "fp8"
+    # Numbers and ranges beyond 448 saturate.
+    x = whole_groups(x.clamp(-200, 200) if fp8 else x, codec)
     decoded = codec.decode(*codec.encode(x), torch.float32)
     exact, axis = by_group(x.double().numpy(), codec)
     low, high = exact.min(axis, keepdims=True), exact.max(axis, keepdims=True)
-    levels = 2**codec.bits - 1
+    levels = levels_of(codec)
     s = (high - low) / levels
-    ds = np.maximum(s * 2**-11, 2**-25)
-    dm = np.maximum(np.abs(low) * 2**-11, 2**-25)
+    relative, least = (2**-4, 2**-10) if fp8 else (2**-11, 2**-25)
+    ds = np.maximum(s * relative, least)
+    dm = np.maximum(np.abs(low) * relative, least)
     slack = 2**-22 * (np.maximum(np.abs(low), np.abs(high)) + (high - low))
     bound = np.maximum((s + ds) / 2, levels * ds + dm) + slack
     error = np.abs(by_group(decoded.double().numpy(), codec)[0] - exact)
     assert (error <= bound).all()
 
 
+# With the stored s' and m': |q s' + m' - x| <= s' / 2 inside [m', m' + L s'], and outside of it,
+# where clipping puts the ends of a group, x comes back as the nearer end.
+@given(tensors(tokens=st.integers(1, 3)), st.data())
+def test_clipped_elements_come_back_as_the_end_of_the_range(x, data):
+    codec = data.draw(codecs(x.shape[3]))
+    x = whole_groups(x, codec)
+    words, params = codec.encode(x)
+    if codec.axis == "token":
+        params = params.transpose(2, 3)
+    step, low = (p.double().numpy() for p in split_params(params))
+    axis = by_group(x.double().numpy(), codec)[1]
+    step, low = np.expand_dims(step, axis), np.expand_dims(low, axis)
+    high = low + levels_of(codec) * step
+    if codec.axis == "token":
+        params = params.transpose(2, 3)
+    exact, decoded = (
+        by_group(t.double().numpy(), codec)[0]
+        for t in (x, codec.decode(words, params, torch.float32))
+    )
+    slack = 2**-22 * (np.abs(low) + np.abs(high) + np.abs(exact))
+    assert (np.abs(decoded - np.clip(exact, low, high)) <= step / 2 + slack).all()
+    if codec.clip < 1 and codec.params == "half":
+        ends = [f(exact, axis=axis, keepdims=True) * codec.clip for f in (np.min, np.max)]
+        # Rounding of minimum and scale, as above.
+        rounding = (1 + levels_of(codec)) * 2**-11 * (np.abs(ends[0]) + np.abs(ends[1])) + 2**-15
+        assert (decoded >= ends[0] - rounding).all()
+        assert (decoded <= ends[1] + rounding).all()
+
+
+def test_clipping_of_skvq():
+    x = (
+        torch.tensor([-1.0, -0.8, -0.1, 0.0, 0.3, 0.6, 0.9, 2.0])
+        .view(1, 1, 1, 8)
+        .repeat(1, 1, 1, 2)
+    )
+    codec = Codec(2, "token", 8, clip=0.5)
+    decoded = codec.decode(*codec.encode(x), torch.float32)[0, 0, 0, :8]
+    # Levels from -0.5 to 1 in steps of 0.5.
+    assert decoded.tolist() == [-0.5, -0.5, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+
+
 @given(CODECS, st.floats(-60000, 60000, width=32))
 def test_constant_groups_decode_to_the_stored_minimum(codec, value):
-    x = torch.full((1, 2, codec.token_group * 2, 80 if 80 % codec.group == 0 else 128), value)
+    x = torch.full((1, 2, codec.token_group * 2, fitting_dim(codec)), value)
     decoded = codec.decode(*codec.encode(x), torch.float32)
-    assert torch.equal(decoded, x.to(torch.float16).float())
+    number = torch.float16 if codec.params == "half" else torch.float8_e4m3fn
+    assert torch.equal(decoded, rounded_to(x * codec.clip, number).float())
 
 
 @given(CODECS, st.floats(2.0**17, 2.0**127, width=32), st.booleans(), SEEDS)
 def test_huge_values_saturate_and_never_decode_to_nan(codec, size, one_sided, seed):
-    d = 80 if codec.axis == "token" and 80 % codec.group == 0 else 128
+    d = fitting_dim(codec)
     x = randn(1, 1, codec.token_group, d, seed=seed).clamp(-1, 1) * size
     x = x.abs() if one_sided else x
     scale, minimum = split_params(codec.encode(x)[1])
@@ -161,17 +244,20 @@ def test_huge_values_saturate_and_never_decode_to_nan(codec, size, one_sided, se
     assert codec.decode(*codec.encode(x), torch.float32).isfinite().all()
 
 
-def test_to_half_saturates():
+def test_rounding_saturates():
     x = torch.tensor([1e9, -1e9, float("inf"), 65519.0, -65519.0, 1.0])
-    assert to_half(x).tolist() == [65504.0, -65504.0, 65504.0, 65504.0, -65504.0, 1.0]
+    half = rounded_to(x, torch.float16)
+    assert half.tolist() == [65504.0, -65504.0, 65504.0, 65504.0, -65504.0, 1.0]
+    fp8 = rounded_to(x, torch.float8_e4m3fn)
+    assert fp8.float().tolist() == [448.0, -448.0, 448.0, 448.0, -448.0, 1.0]
 
 
-@given(CODECS, st.integers(-45, -8), SEEDS)
+@given(CODECS.map(lambda c: replace(c, clip=1.0, params="half")), st.integers(-45, -8), SEEDS)
 def test_ranges_below_the_least_scale_decode_to_the_minimum(codec, exponent, seed):
-    d = 80 if codec.axis == "token" and 80 % codec.group == 0 else 128
+    d = fitting_dim(codec)
     x = randn(1, 1, codec.token_group, d, seed=seed) * 10.0**exponent
     words, params = codec.encode(x)
-    decoded, levels = codec.decode(words, params, torch.float32), 2**codec.bits - 1
+    decoded, levels = codec.decode(words, params, torch.float32), levels_of(codec)
     assert decoded.isfinite().all()
     scale, minimum = split_params(params)
     dead = scale == 0
@@ -195,6 +281,32 @@ def test_name_parses_back(codec):
     assert hash(Codec.parse(str(codec))) == hash(codec)
 
 
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("int2.channel32", Codec(2, "channel", 32)),
+        ("int1.token128", Codec(1, "token", 128)),
+        ("int1.5.token128", Codec(1.5, "token", 128)),
+        ("int1.5.token128.slots", Codec(1.5, "token", 128, slots=True)),
+        ("int3.channel64", Codec(3, "channel", 64)),
+        ("int2.token128.fp8.clip0.92", Codec(2, "token", 128, 0.92, "fp8")),
+        (
+            "int1.5.channel32.slots.fp8.clip0.5",
+            Codec(1.5, "channel", 32, clip=0.5, params="fp8", slots=True),
+        ),
+    ],
+)
+def test_names(text, codec):
+    assert str(codec) == text
+    assert Codec.parse(text) == codec
+
+
+@given(st.floats(0, 1, exclude_min=True))
+def test_every_clip_parses_back(clip):
+    codec = Codec(2, "token", 32, clip=clip)
+    assert Codec.parse(str(codec)) == codec
+
+
 def test_identity():
     assert str(FP) == "fp"
     assert Codec.parse("fp") == FP
@@ -205,7 +317,17 @@ def test_identity():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "int2", "int2.head32", "int2.channel", "INT2.channel32", "int2.channel32 ", "fp16"]
+    "text",
+    [
+        *["", "int2", "int2.head32", "int2.channel", "INT2.channel32", "int2.channel32 ", "fp16"],
+        *[
+            "int2.channel32.clip",
+            "int2.channel32.clip.5",
+            "int2.channel32.clip0.9.fp8",
+            "int2.5.token8",
+        ],
+        *["int2.channel32.fp4", "int2.channel32.half"],
+    ],
 )
 def test_other_names_are_refused(text):
     with pytest.raises(OptionError) as caught:
@@ -215,13 +337,41 @@ def test_other_names_are_refused(text):
     )
 
 
-@pytest.mark.parametrize("bits", [0, 1, 3, 5, 16, "2", None])
-def test_bits_are_2_4_or_8(bits):
+@pytest.mark.parametrize("bits", [0, 5, 2.5, 16, "2", None, True, 1.0])
+def test_bits_that_are_not_allowed(bits):
     with pytest.raises(OptionError) as caught:
         Codec(bits, "token", 32)
     assert str(caught.value) == (
-        f"bits={bits!r} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
+        f"bits={bits!r} is not supported; allowed: 1, 1.5, 2, 3, 4, 8 (or the recipe 'fp')."
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("clip", 0, ": a number above 0, at most 1"),
+        ("clip", 1.01, ": a number above 0, at most 1"),
+        ("clip", -0.5, ": a number above 0, at most 1"),
+        ("clip", float("nan"), ": a number above 0, at most 1"),
+        ("clip", True, ": a number above 0, at most 1"),
+        ("clip", "0.9", ": a number above 0, at most 1"),
+        ("params", "fp4", ": 'half', 'fp8'"),
+        ("params", None, ": 'half', 'fp8'"),
+        ("slots", True, ": False, and True at bits=1.5"),
+        ("slots", 1, ": False, and True at bits=1.5"),
+    ],
+)
+def test_other_fields_that_are_not_allowed(field, value, allowed):
+    with pytest.raises(OptionError) as caught:
+        Codec(2, "token", 32, **{field: value})
+    at = " at bits=2" if field == "slots" else ""
+    assert str(caught.value) == f"{field}={value!r} is not supported{at}; allowed{allowed}."
+
+
+@pytest.mark.parametrize("fields", [{"clip": 0.9}, {"params": "fp8"}, {"slots": True}])
+def test_the_identity_has_no_scales(fields):
+    with pytest.raises(OptionError):
+        Codec(**fields)
 
 
 def test_a_float_is_not_a_number_of_bits():
@@ -255,6 +405,16 @@ def test_axis_is_channel_or_token():
         (Codec(2, "channel", 32), 20, "head_dim 20 at 2 bits does not fill whole 16-bit words"),
         (Codec(4, "token", 3), 6, "head_dim 6 at 4 bits does not fill whole 16-bit words"),
         (Codec(8, "token", 2), 3, "head_dim 3 at 8 bits does not fill whole 16-bit words"),
+        (Codec(3, "channel", 32), 80, None),
+        (Codec(3, "channel", 32), 40, "head_dim 40 at 3 bits does not fill whole 16-bit words"),
+        (Codec(1, "channel", 32), 24, "head_dim 24 at 1 bits does not fill whole 16-bit words"),
+        (Codec(1.5, "channel", 32), 12, None),
+        (Codec(1.5, "token", 8), 12, "group 8 does not divide head_dim 12"),
+        (
+            Codec(1.5, "token", 4, slots=True),
+            12,
+            "head_dim 12 at 2 bits does not fill whole 16-bit words",
+        ),
     ],
 )
 def test_misfit_says_why(codec, head_dim, reason):
@@ -265,9 +425,28 @@ def test_misfit_says_why(codec, head_dim, reason):
 def test_bits_per_element_is_what_encode_returns(x, data):
     codec = data.draw(codecs(x.shape[3]))
     x = whole_groups(x, codec)
-    stored = sum(8 * part.nbytes for part in codec.encode(x))
-    assert codec.bits_per_element() == codec.bits + 32 / codec.group
-    assert stored / x.numel() == pytest.approx(codec.bits_per_element())
+    held = sum(8 * part.nbytes for part in codec.encode(x))
+    assert held / x.numel() == pytest.approx(codec.bits_per_element(x.shape[3]))
+    assert codec.bits_per_element(x.shape[3]) >= codec.bits_per_element() - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("int2.channel32", 3.0),
+        ("int2.token128", 2.25),
+        ("int2.token128.fp8", 2.125),
+        ("int3.token128", 3.25),
+        ("int1.token128", 1.25),
+        ("int1.5.token128.slots.fp8", 2.125),
+        ("int1.5.token80.fp8", 1.8),
+        # Thirteen words for 128 channels.
+        ("int1.5.token128.fp8", 1.75),
+    ],
+)
+def test_bits_per_element(text, bits):
+    codec = Codec.parse(text)
+    assert codec.bits_per_element(80 if "80" in text else 128) == pytest.approx(bits)
 
 
 @given(tensors(tokens=st.integers(1, 2), dtypes=st.just(torch.float32)), st.data())

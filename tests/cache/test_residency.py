@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,8 +55,9 @@ def test_ring_holds_the_exact_tokens_and_spares_a_step(plan, lengths):
     if plan.codec.identity:
         assert plan.ring == 0
         return
-    total = lengths[0]
-    packed = plan.packed(total)
+    # Sinks, once they are filled, are no longer in anybody's way.
+    total = max(0, lengths[0] - plan.sinks)
+    packed = plan.packed(lengths[0])
     assert total - packed <= plan.ring
     for n in lengths[1:]:
         live = total - packed
@@ -71,15 +74,20 @@ def test_ring_holds_the_exact_tokens_and_spares_a_step(plan, lengths):
 
 @given(PLANS)
 def test_segments_and_state_names(plan):
+    ring, exact = Segment(FP, plan.ring), ("codes", "params", "window")
     if plan.codec.identity:
         assert plan.segments == (Segment(FP, None),)
         assert plan.state_names == ("codes", "ends")
         assert plan.packed(37) == 37
+        return
+    if plan.sinks:
+        assert plan.segments == (Segment(FP, plan.sinks), Segment(plan.codec), ring)
+        assert plan.state_names == (*exact, "sinks", "ends")
     else:
-        assert plan.segments == (Segment(plan.codec, None), Segment(FP, plan.ring))
-        assert plan.ring == plan.residency.window + plan.residency.flush + MAX_STEP - 1
-        assert plan.state_names == ("codes", "params", "window", "ends")
-        assert plan.packed(37) == plan.residency.due(37)
+        assert plan.segments == (Segment(plan.codec, None), ring)
+        assert plan.state_names == (*exact, "ends")
+    assert plan.ring == plan.residency.window + plan.residency.flush + MAX_STEP - 1
+    assert plan.packed(37) == plan.residency.due(37 - plan.sinks)
 
 
 @given(PLANS)
@@ -87,10 +95,32 @@ def test_plan_parses_back(plan):
     assert TensorPlan.parse(str(plan)) == plan
 
 
+def test_sinks_are_printed_where_there_are_any():
+    codec = Codec(2, "channel", 32)
+    plain = TensorPlan(codec, Residency(128, 32))
+    assert str(plain) == "int2.channel32/window=128,flush=32"
+    assert str(TensorPlan(codec, Residency(128, 32, 5))) == (
+        "int2.channel32/sinks=5,window=128,flush=32"
+    )
+    assert TensorPlan.parse("int2.channel32/sinks=0,window=128,flush=32") == plain
+
+
+def test_a_window_that_slides_has_no_sinks():
+    plan = TensorPlan.parse("int2.token8/sinks=5,window=8,flush=1")
+    assert str(plan.sliding(100)) == "int2.token8/window=8,flush=1/keep=100"
+    assert str(plan.static(64)) == "int2.token8/window=8,flush=1/keep=63/room=64"
+    with pytest.raises(PlanError) as caught:
+        replace(plan, keep=100)
+    assert str(caught.value) == "sinks=5 cannot stay where only 100 tokens do."
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
+        "fp/sinks=5,window=0,flush=1",
+        "int2.channel32/sinks=5",
+        "int2.channel32/window=0,flush=32,sinks=5",
         "fp/window=0,flush=1",
         "int2.channel32",
         "int2.channel32/window=0",
@@ -123,6 +153,7 @@ def test_group_divides_flush():
         ({"window": -1}, "window=-1 is not supported; allowed: a whole number, at least 0."),
         ({"window": 1.5}, "window=1.5 is not supported; allowed: a whole number, at least 0."),
         ({"flush": 0}, "flush=0 is not supported; allowed: a whole number, at least 1."),
+        ({"sinks": -1}, "sinks=-1 is not supported; allowed: a whole number, at least 0."),
         ({"flush": "1"}, "flush='1' is not supported; allowed: a whole number, at least 1."),
     ],
 )

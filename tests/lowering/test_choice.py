@@ -50,6 +50,43 @@ def decode_graph(mode, device="cuda", *, groups=4, dim=64, new_tokens=1, plans=(
     return graph
 
 
+@pytest.mark.parametrize(
+    ("plan", "append", "attention"),
+    [
+        (
+            "int3.token64/window=0,flush=1",
+            "3 bits of int3.token64 are not supported; the kernels take 2, 4 and 8",
+            "3 bits of int3.token64 are not supported; the kernels take 2, 4 and 8",
+        ),
+        (
+            "int1.5.token64.slots/window=0,flush=1",
+            "1.5 bits of int1.5.token64.slots are not supported; the kernels take 2, 4 and 8",
+            None,
+        ),
+        (
+            "int2.token64.fp8/window=0,flush=1",
+            "fp8 params of int2.token64.fp8 are not supported; the kernels take half",
+            "fp8 params of int2.token64.fp8 are not supported; the kernels take half",
+        ),
+        (
+            "int2.token64.clip0.9/window=0,flush=1",
+            "clip 0.9 of int2.token64.clip0.9 is not supported",
+            None,
+        ),
+        (
+            "int2.token64/sinks=5,window=0,flush=1",
+            "sinks of int2.token64/sinks=5,window=0,flush=1 are not supported",
+            "sinks of int2.token64/sinks=5,window=0,flush=1 are not supported",
+        ),
+    ],
+    ids=str,
+)
+def test_what_triton_declines_of_a_plan(plan, append, attention):
+    choices = lower(decode_graph(FakeTensorMode(), plans=(plan, plan)))
+    declined = [dict(choice.declined).get("triton") for choice in choices]
+    assert declined == [append, append, attention]
+
+
 def test_triton_on_a_gpu():
     graph = decode_graph(FakeTensorMode())
     choices = lower(graph)

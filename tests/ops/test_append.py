@@ -31,22 +31,28 @@ def packed_in_steps(x, plan: TensorPlan, lengths) -> PackedKV:
     return handle
 
 
-def packed_count(plan: TensorPlan, lengths) -> int:
-    """Tokens that are packed after steps of these lengths, from `append`'s docstring."""
+def packed_end(plan: TensorPlan, lengths) -> int:
+    """Where packed tokens end after steps of these lengths, from `append`'s docstring."""
     if plan.codec.identity:
         return sum(lengths)
     total = lengths[0]
-    packed = plan.residency.due(total)
+    packed = plan.sinks + plan.residency.due(total - plan.sinks)
     for n in lengths[1:]:
         counted = total if n <= MAX_STEP else total + n
         packed += plan.residency.due(counted - packed)
         total += n
-    return packed
+    return min(packed, total)
 
 
-# Whatever the chunks were, a state is its tokens with the first ends[0] of them rounded by the
-# codec, and the rest exact. ends[0] alone may depend on the chunks, since a step of up to MAX_STEP
-# tokens leaves what it makes due to the next step.
+def packed_slots(handle: PackedKV) -> int:
+    """Slots of the packed segment that are written."""
+    ends = row_ends(handle.ends)
+    return ends[0] if handle.plan.codec.identity else max(0, ends[-2] - handle.plan.sinks)
+
+
+# Whatever the chunks were, a state is its tokens with those behind the sinks and before ends[-2]
+# rounded by the codec, and the rest exact. ends[-2] alone may depend on the chunks, since a step of
+# up to MAX_STEP tokens leaves what it makes due to the next step.
 @given(CASES)
 def test_state_is_a_rounded_prefix_and_an_exact_rest(case):
     d, plan, lengths, seed, dtype = case
@@ -54,8 +60,9 @@ def test_state_is_a_rounded_prefix_and_an_exact_rest(case):
     with poisoned():
         handle = packed_in_steps(x, plan, lengths)
         decoded = handle.decode()
-    packed = packed_count(plan, lengths)
-    assert handle.ends.tolist() == [[packed, sum(lengths)][-len(plan.segments) :]] * 2
+    packed, total = packed_end(plan, lengths), sum(lengths)
+    ends = [min(plan.sinks, total), packed, total][-len(plan.segments) :]
+    assert handle.ends.tolist() == [ends] * 2
     assert_close(decoded, rounded(x, plan, packed), rtol=0, atol=0)
 
 
@@ -71,7 +78,7 @@ def test_any_chunking_equals_packing_at_once(case, last):
         at_once = packed_in_steps(x, plan, [total, last])
     assert chunked.ends.tolist() == at_once.ends.tolist()
     assert_close(chunked.decode(), at_once.decode(), rtol=0, atol=0)
-    packed = row_ends(chunked.ends)[0]
+    packed = packed_slots(chunked)
     assert torch.equal(at_once.codes[:, :, :packed], chunked.codes[:, :, :packed])
 
 
@@ -107,9 +114,9 @@ def test_append_touches_only_its_own_slots(case):
     x = randn(1, 1, sum(lengths) + 1, d, seed=seed, dtype=dtype)
     handle = packed_in_steps(x, plan, lengths)
     handle.reserve(1)
-    before = [t.clone() for t in handle.state]
+    before, old = [t.clone() for t in handle.state], packed_slots(handle)
     ops.append.default(handle.state, x[:, :, -1:], str(plan))
-    old, new = row_ends(before[-1])[0], row_ends(handle.ends)[0]
+    new = packed_slots(handle)
     codes, codes_before = (codes.view(torch.int16) for codes in (handle.codes, before[0]))
     assert torch.equal(codes[:, :, :old], codes_before[:, :, :old])
     assert torch.equal(codes[:, :, new:], codes_before[:, :, new:])
@@ -149,6 +156,16 @@ def test_poison_reaches_every_kind_of_memory():
         assert (words == torch.iinfo(torch.int16).max).all()
     assert (ends == torch.iinfo(torch.int32).max).all()
     assert plan.codec.decode(codes[:, :, :8], params[:, :, :1], torch.float32).isnan().all()
+
+
+def test_sinks_stay_exact():
+    plan = TensorPlan.parse("int1.token8/sinks=5,window=0,flush=1")
+    x = randn(2, 1, 120, 16)
+    for lengths in ([120], [3, 1, 1, 1, 114], [1, 16, 3, 100], [2, 100, 18], [4]):
+        handle = packed_in_steps(x[:, :, : sum(lengths)], plan, [*lengths])
+        assert torch.equal(handle.decode()[:, :, :5], x[:, :, : min(5, sum(lengths))])
+        assert handle.sinks.shape == (2, 1, 5, 16)
+    assert not torch.equal(packed_in_steps(x, plan, [120]).decode()[:, :, 5:6], x[:, :, 5:6])
 
 
 def test_residency_of_the_window_is_exact():

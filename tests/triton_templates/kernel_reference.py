@@ -11,8 +11,8 @@ import kvpass.ops.pack
 import kvpass.ops.unpack  # noqa: F401
 from kvpass.cache.residency import TensorPlan
 
-# int32 params whose scale and minimum are both NaN, and words that are no valid leftover of a test.
-NAN_PARAMS = 0x7E007E00
+# Params whose scale and minimum are both NaN, and words that are no valid leftover of a test.
+NAN_PARAMS = {torch.int32: 0x7E007E00, torch.int16: 0x7F7F}
 POISON_WORD = 0x5A5A
 
 
@@ -28,9 +28,10 @@ def live_slots(state: list[Tensor], plan: str, new: int = 0) -> tuple[Tensor, Te
     """The slots of the packed segment, and of the exact window's ring, that hold the tokens which a
     step of ``new`` tokens sees once it is stored; oldest first."""
     p = TensorPlan.parse(plan)
-    packed, total = int(state[-1][0, 0]), int(state[-1][0, -1])
-    first = total - p.visible(total, new)
-    slots = torch.arange(first, max(first, packed)) % state[0].shape[2]
+    ends = state[-1][0].tolist()
+    packed, total = ends[0] if p.codec.identity else ends[-2], ends[-1]
+    first = max(total - p.visible(total, new), min(p.sinks, total))
+    slots = (torch.arange(first, max(first, packed)) - p.sinks) % state[0].shape[2]
     exact = torch.arange(max(first, packed), total)
     return slots, exact % p.ring if p.ring else exact
 
@@ -46,12 +47,14 @@ def poison(state: list[Tensor], plan: str, new: int = 0) -> list[Tensor]:
         return state
     state[0][:, :, dead] = POISON_WORD
     if p.codec.axis == "channel":
-        state[1][:, :, dead.view(-1, p.codec.group).all(1)] = NAN_PARAMS
+        state[1][:, :, dead.view(-1, p.codec.group).all(1)] = NAN_PARAMS[state[1].dtype]
     else:
-        state[1][..., dead] = NAN_PARAMS
+        state[1][..., dead] = NAN_PARAMS[state[1].dtype]
     unused = torch.ones(p.ring, dtype=torch.bool)
     unused[exact] = False
     state[2][:, :, unused] = float("nan")
+    if p.sinks:
+        state[3][:, :, int(state[-1][0, 0]) :] = float("nan")
     return state
 
 
@@ -61,9 +64,9 @@ def spoil(state: list[Tensor], plan: str, stop: int) -> None:
     if p.codec.identity:
         state[0][:, :, :stop] = float("nan")
     elif p.codec.axis == "channel":
-        state[1][:, :, : stop // p.codec.group] = NAN_PARAMS
+        state[1][:, :, : stop // p.codec.group] = NAN_PARAMS[state[1].dtype]
     else:
-        state[1][..., :stop] = NAN_PARAMS
+        state[1][..., :stop] = NAN_PARAMS[state[1].dtype]
 
 
 def kivi(bits: int, group: int = 32) -> tuple[str, str]:
@@ -101,7 +104,8 @@ def written(state: list[Tensor], plan: str) -> list[Tensor]:
         params = state[1][:, :, (slots // p.codec.group).unique()]
     else:
         params = state[1][..., slots]
-    return [state[0][:, :, slots], params, state[2][:, :, exact], state[-1]]
+    sinks = [state[3][:, :, : int(state[-1][0, 0])]] if p.sinks else []
+    return [state[0][:, :, slots], params, state[2][:, :, exact], *sinks, state[-1]]
 
 
 def dense_attention(

@@ -52,6 +52,10 @@ def test_every_kind_of_length(plans, lanes):
         ("int4.token32/window=40,flush=1", "int4.token64/window=8,flush=4"),
         ("int8.token64/window=5,flush=3", "fp"),
         ("fp", "int2.token32/window=64,flush=8"),
+        ("int2.token32.fp8.clip0.92/window=32,flush=1", "int1.token64/window=32,flush=1"),
+        ("int1.channel32.fp8/window=0,flush=64", "int1.5.token32.slots.fp8/window=32,flush=1"),
+        ("int3.channel24/window=0,flush=48", "int3.token64.fp8/window=32,flush=1"),
+        ("int3.token32.fp8/window=32,flush=1", "int2.token32/window=16,flush=1"),
     ],
     ids=str,
 )
@@ -72,7 +76,7 @@ def test_codecs(plans, lanes):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_head_dims(dims, group, bits):
     plans = kivi(bits)[0], kivi(bits, group)[1]
     check(plans, *states(plans, 300, dim=dims), query(8, 1, dims[0]))
@@ -214,6 +218,41 @@ def test_an_empty_cache_gives_zeros():
     assert torch.equal(out, torch.zeros_like(out))
 
 
+def with_sinks(plans, count):
+    return tuple(plan.replace("/window", f"/sinks={count},window") for plan in plans)
+
+
+SINKS = [
+    with_sinks(kivi(2), 5),
+    with_sinks(("int2.token32.fp8.clip0.92/window=32,flush=1",) * 2, 4),
+    with_sinks(kivi(4), 150),
+    ("fp", with_sinks(kivi(2), 5)[1]),
+    (with_sinks(kivi(2), 5)[0], "fp"),
+]
+
+
+@pytest.mark.parametrize("plans", SINKS, ids=str)
+def test_sinks_that_stay_exact(plans, lanes):
+    for tokens in (1, 4, 5, 6, 133, 134, 300, 700):
+        check(plans, *states(plans, tokens), query(8, 1, 64))
+    for prompt, *steps in ((3, 1, 1, 1), (239, 16), (4, 200, 16, 3)):
+        keys, values = states(plans, prompt, steps=steps)
+        n, total = steps[-1], prompt + sum(steps)
+        hidden = torch.rand(2, 1, n, total, generator=torch.Generator().manual_seed(n)) > 0.2
+        for variant in ({}, {"causal": True}, {"causal": True, "window": 130}, {"window": 3}):
+            for mask in (None, hidden):
+                check(plans, keys, values, query(8, n, 64), mask, **variant)
+
+
+def test_long_contexts_with_sinks_are_split_between_threads():
+    plans, threads = SINKS[0], torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        check(plans, *states(plans, 5000, heads=1, batch=1), query(4, 1, 64, batch=1))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_what_is_declined():
     plans = kivi(2)
     keys, values = states(plans, 40)
@@ -233,6 +272,14 @@ def test_what_is_declined():
     other = (f"{plans[0]}/keep=100", f"{plans[1]}/keep=101")
     assert reason(plans=other) == (
         f"keys {other[0]} and values {other[1]} do not keep the same tokens"
+    )
+    trits = (plans[0], "int1.5.token64/window=0,flush=1")
+    assert reason(values=states(trits, 40)[1], plans=trits) == (
+        "base 3 of int1.5.token64 is not supported; C++ takes its three levels in slots"
+    )
+    apart = (with_sinks(plans, 5)[0], plans[1])
+    assert reason(keys=states(apart, 40)[0], plans=apart) == (
+        f"keys {apart[0]} and values {apart[1]} do not have the same sinks"
     )
     small = (plans[0], "int2.token2/window=0,flush=1")
     assert reason(values=states(small, 40)[1], plans=small).startswith(

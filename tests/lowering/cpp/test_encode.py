@@ -22,6 +22,13 @@ PLANS = (
     "int2.token16/window=128,flush=1",
     "int4.token40/window=0,flush=5",
     "int8.token80/window=7,flush=2",
+    "int2.token16.fp8.clip0.92/window=7,flush=2",
+    "int1.channel32.clip0.5/window=0,flush=64",
+    "int1.5.channel24.slots.fp8/window=0,flush=24",
+    "int3.channel32/window=0,flush=128",
+    "int3.token40.fp8.clip0.92/window=7,flush=2",
+    "int2.token16.fp8.clip0.92/sinks=5,window=7,flush=2",
+    "int4.channel24/sinks=50,window=3,flush=24",
 )
 STEPS = (1, 16, 40, 1, 3, 130, 16, 16, 16, 16, 16, 16, 16, 16, 1)
 
@@ -39,6 +46,26 @@ def tokens_like(n, seed, dtype, dim=80):
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
+@pytest.mark.parametrize("plan", PLANS[-2:])
+def test_sinks_are_filled_in_steps(plan):
+    for prompt, *steps in ((1, 1, 1, 2, 1, 1), (3, 16, 16, 16, 16, 1), (4, 130, 1), (49, 1, 1)):
+        x = tokens_like(prompt, 1, torch.float32)
+        got, wanted = pack.pack(x, plan), reference_pack(x, plan)
+        for i, n in enumerate(steps):
+            same(got, wanted, plan)
+            new = tokens_like(n, 2 + i, torch.float32)
+            append.append(got, new, plan)
+            reference_append(wanted, new, plan)
+        same(got, wanted, plan)
+        total = prompt + sum(steps)
+        poison(got, plan)
+        decoded = unpack.unpack(got, total, plan, torch.float32)
+        ulp = 2 * torch.finfo(torch.float32).eps
+        assert_close(
+            decoded, reference_unpack(wanted, total, plan, torch.float32), rtol=ulp, atol=ulp
+        )
+
+
 def with_room(state, plan, tokens):
     """The same state in larger, poisoned memory."""
     roomy = pack.empty_state(
@@ -47,10 +74,10 @@ def with_room(state, plan, tokens):
     if plan == "fp":
         roomy[0][:, :, : state[0].shape[2]] = state[0]
         return [roomy[0], state[1]]
-    codes, params, window, ends = state
+    codes, params, *exact = state
     roomy[0][:, :, : codes.shape[2]] = codes
     roomy[1][:, :, : params.shape[2], : params.shape[3]] = params
-    return poison([roomy[0], roomy[1], window, ends], plan)
+    return poison([roomy[0], roomy[1], *exact], plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
