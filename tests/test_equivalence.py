@@ -26,8 +26,11 @@ RECIPES = {
 STEPS = [70] + [1] * 20
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["single", "padded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "padded"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=["fp32-single", "fp32-padded", "bf16-single"],
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore:kvpass.*multi-query")

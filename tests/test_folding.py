@@ -90,9 +90,16 @@ def test_logits_stay_and_orders_are_folded(family: str, attention: str) -> None:
             assert (shown - expected).abs().max().item() <= logits(torch.float32)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["single", "padded"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("family", "attention", "padded"),
+    [
+        ("llama", "sdpa", False),
+        ("llama", "sdpa", True),
+        ("llama", "eager", True),
+        ("mistral", "sdpa", False),
+        ("gpt_neox", "eager", False),
+    ],
+)
 def test_codecs_equal_the_oracle(family: str, attention: str, padded: bool) -> None:
     model = tiny_model(family, attention=attention, layers=1)
     steps = [50] + [1] * 12 + [5, 20, 1]
