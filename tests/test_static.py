@@ -245,8 +245,13 @@ def test_a_prompt_longer_than_a_static_window(name: str) -> None:
     model = tiny_model("mistral", layers=1)
     ids, steps = prompt(1, 90), [70] + [1] * 20
     wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
-    got, cache = run_steps(compiled(model, chosen), ids, steps, cache=static(model))
+    twin = compiled(model, chosen)
+    got, cache = run_steps(twin, ids, steps, cache=static(model))
     keys = cache.layers[0].keys
     assert isinstance(keys, PackedKV)
     assert str(keys.plan).startswith("int2.channel" if name != "fp" else "fp")
+    assert (got - wanted).abs().max().item() <= logits(torch.float32, name)
+    cache.reset()
+    got, cache = run_steps(twin, ids, steps, cache=cache)
+    assert isinstance(cache.layers[0].keys, PackedKV)
     assert (got - wanted).abs().max().item() <= logits(torch.float32, name)

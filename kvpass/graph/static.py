@@ -119,6 +119,10 @@ def _window_update(write: Node) -> StaticUpdate | Miss | None:
     if kind == "born" and last == room:
         # A first prompt as long as the window or longer: attention reads it, not the buffer.
         found = StaticUpdate(write, buffer, None, source, room, reads=(source,), dead=(content,))
+    elif kind == "packed" and last == room and op_name(source) != "cat":
+        # The same after a reset.
+        found = StaticUpdate(write, buffer, buffer, source, room, filled=0, reads=(source,))
+        found = replace(found, dead=(content,))
     elif kind != "born" and op_name(content) == "roll":
         found = _rolled(write, buffer, content, room)
     elif kind != "born" and last == room and op_name(source) == "cat":
