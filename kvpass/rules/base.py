@@ -14,6 +14,7 @@ from kvpass.graph.aliases import changed_storages
 from kvpass.graph.masks import Masks
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.sites import Sites
+from kvpass.graph.writes import Writes
 from kvpass.plan import LayerPlan
 from kvpass.recipes import Planner, Recipe
 
@@ -59,6 +60,11 @@ class Context:
     packed: dict[Node, Node] = field(default_factory=dict)
     orders: dict[Node, ChannelOrder] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+
+    @cached_property
+    def writes(self) -> Writes:
+        """What the graph changes in place, made when it is first asked for."""
+        return Writes(self.graph)
 
     @cached_property
     def masks(self) -> Masks:

@@ -10,7 +10,7 @@ from kvpass.graph.reads import changes, last_reader
 from kvpass.graph.updates import CacheUpdate
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.storage import storage
+from kvpass.rules.storage import changed_later, storage
 
 
 # cat([past, new], -2)  ~  append(past, new)
@@ -32,6 +32,8 @@ class QuantizeCache(Rule):
             return context.sites.strange.get(node)
         if changes(node):
             return Miss("the updated cache tensor is changed in place", node)
+        if miss := changed_later(update.new, node, context):
+            return miss
         if update.past is not None:
             kept = update.past.meta["example_value"].plan.keep
             if kept != update.keep:

@@ -10,7 +10,7 @@ from kvpass.graph.reads import changes, last_reader
 from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.storage import storage
+from kvpass.rules.storage import changed_later, storage
 
 
 # buffer.index_copy_(2, arange(n) + count, new)  ~  append(buffer, new)
@@ -32,6 +32,8 @@ class QuantizeStatic(Rule):
             return update
         if any(change is not node for change in changes(update.buffer)):
             return Miss("the static buffer is changed in place elsewhere, too", update.buffer)
+        if miss := changed_later(update.new, node, context):
+            return miss
         if update.past is not None:
             return {"update": update, "role": "", "plan": update.past.meta["example_value"].plan}
         if _unread(update):

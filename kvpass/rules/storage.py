@@ -11,6 +11,13 @@ from kvpass.graph.sites import module_path
 from kvpass.rules.base import Context
 
 
+def changed_later(new: Node, update: Node, context: Context) -> Miss | None:
+    """A change in place of what is to be appended, after ``update`` has copied it: the append comes
+    later than that."""
+    later = [write for write, _ in context.writes.to(new) if write > update and write is not update]
+    return Miss(f"{new.name} is changed in place after it was cached", later[0]) if later else None
+
+
 def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] | Miss:
     """The role of a cache tensor, and the plan that the recipe makes for it; the order of its
     channels goes into ``context.orders``.

@@ -114,6 +114,23 @@ def test_refuses_a_cache_that_is_changed_in_place(function):
     assert record.fired("quantize_cache") == 1
 
 
+def changed_after_it_was_cached(q, k, v, layer):
+    k = k + 1.0
+    keys, values = layer.update(k, v)
+    k[:, :, 1:].mul_(3.0)
+    return nnf.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+
+def test_refuses_new_keys_that_are_changed_after_they_were_cached():
+    """The cache holds what they were; the packed one would be made later."""
+    torch._dynamo.reset()
+    (record,) = run(changed_after_it_was_cached, [20])
+    ((rule, reason),) = record.refused()
+    assert rule == "quantize_cache"
+    assert "is changed in place after it was cached" in reason
+    assert record.fired("quantize_cache") == 1
+
+
 def copied_from(q, k, v, layer):
     keys, values = layer.update(k, v)
     both = keys.new_empty(keys.shape)
