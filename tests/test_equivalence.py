@@ -27,11 +27,16 @@ STEPS = [70] + [1] * 20
 
 
 @pytest.mark.parametrize(
-    ("dtype", "padded"),
-    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
-    ids=["fp32-single", "fp32-padded", "bf16-single"],
+    ("attention", "dtype", "padded"),
+    [
+        ("sdpa", torch.float32, False),
+        ("sdpa", torch.float32, True),
+        ("sdpa", torch.bfloat16, False),
+        ("eager", torch.float32, True),
+        ("eager", torch.bfloat16, False),
+    ],
+    ids=["sdpa-fp32", "sdpa-fp32-padded", "sdpa-bf16", "eager-fp32-padded", "eager-bf16"],
 )
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore:kvpass.*multi-query")
 def test_logits_equal_the_oracles(
