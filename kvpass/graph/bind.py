@@ -317,8 +317,9 @@ class _Binder:
         return tuple(folds.values()), tuple(orders.values()), (*examples, *orders.values())
 
     def _make_arguments(self, nodes: Iterable[Node]) -> None:
-        last = list(self.graph.find_nodes(op="placeholder"))[-1]
         for node in nodes:
+            # What has a fold or an order has an argument, which other graphs may lack.
+            last = list(self.graph.find_nodes(op="placeholder"))[-1]
             with self.graph.inserting_after(last):
                 last = self.graph.placeholder(f"kvpass_{node.name}")
             last.meta["example_value"] = node.meta["example_value"]
