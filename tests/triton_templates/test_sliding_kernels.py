@@ -143,7 +143,8 @@ def test_what_a_static_cache_has_not_written_is_zero(plan):
     text = f"{plan}/keep=299/room=300"
     for tokens in (1, 130, 300):
         x = keys_like(1, 2, tokens, 64, torch.float16)
-        state = poison(torch.ops.kvpass.pack(x, text), text)
+        # All 300 tokens count, as in a step of one token.
+        state = poison(torch.ops.kvpass.pack(x, text), text, 1)
         with poisoned():
             decoded = unpack.unpack(state, 300, text, torch.float16)
         assert torch.equal(decoded, torch.ops.kvpass.unpack(state, 300, text, torch.float16))
