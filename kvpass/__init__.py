@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpass import backend as backend
     from kvpass.cache.codec import Codec as Codec
+    from kvpass.cache.filters import register_filter as register_filter
     from kvpass.cache.order import ChannelOrder as ChannelOrder
     from kvpass.cache.packed import PackedKV as PackedKV
     from kvpass.cache.residency import Residency as Residency
     from kvpass.cache.residency import Segment as Segment
     from kvpass.cache.residency import TensorPlan as TensorPlan
+    from kvpass.calibration.calibrate import calibrate as calibrate
     from kvpass.errors import KvpassError as KvpassError
+    from kvpass.inplace import fold_inplace as fold_inplace
     from kvpass.inspect.explain import explain as explain
     from kvpass.oracle import oracle_cache as oracle_cache
     from kvpass.plan import LayerPlan as LayerPlan
@@ -43,9 +46,12 @@ _HOMES = {
     "Rule": "kvpass.rules",
     "Segment": "kvpass.cache.residency",
     "TensorPlan": "kvpass.cache.residency",
+    "calibrate": "kvpass.calibration.calibrate",
     "explain": "kvpass.inspect.explain",
+    "fold_inplace": "kvpass.inplace",
     "oracle_cache": "kvpass.oracle",
     "recipe": "kvpass.recipes",
+    "register_filter": "kvpass.cache.filters",
     "register_rule": "kvpass.rules",
 }
 __all__ = ["backend", *sorted(_HOMES)]

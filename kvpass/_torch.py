@@ -132,6 +132,11 @@ def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return bool(left == right)
 
 
+def same_shape(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """Whether two shapes are known to be equal, without adding a guard."""
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
 def size_expr(value: int | torch.SymInt) -> sympy.Expr:
     """``value`` over the symbols of Dynamo's graph."""
     return sympy.Integer(value) if isinstance(value, int) else value.node.expr
@@ -267,6 +272,16 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     torch._logging._internal.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether ``model.compile()`` was called."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def many_graphs() -> Any:
+    """A context in which Dynamo compiles a function as often as it is asked to."""
+    return torch._dynamo.config.patch(recompile_limit=2**16)
 
 
 def graph_counts() -> tuple[int, int]:

@@ -22,6 +22,7 @@ from kvpass._torch import (
     trace_artifact,
 )
 from kvpass.errors import UnmatchedGraphError
+from kvpass.fingerprint import check_weights
 from kvpass.graph.bind import bind_state, unpack_unknown_readers
 from kvpass.graph.binding import Binding
 from kvpass.graph.sites import find_sites, module_path
@@ -29,6 +30,7 @@ from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe
 from kvpass.inspect.report import GraphReport, new_report
 from kvpass.options import Options, parse_options
+from kvpass.plan import Plan
 from kvpass.recipes import Recipe
 from kvpass.rules import Context, Event, apply_rules
 from kvpass.runtime import PackedCallable
@@ -61,6 +63,8 @@ def kvpass(
     examples = list(example_inputs)
     report = new_report(name, copy_module(gm), examples)
     module = copy_module(gm)
+    if isinstance(opts.planner, Plan) and opts.planner.calibration is not None:
+        check_weights(module.graph, examples, opts.planner.calibration.weights)
     with report.timed("find sites"):
         context = Context(module.graph, find_sites(module.graph), opts.planner)
     with report.timed("apply rules"):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvpass.bench.command import add_bench
+from kvpass.calibration.command import add_calibrate
 from kvpass.zoo.command import add_zoo
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="kvpass", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_bench(commands)
+    add_calibrate(commands)
     add_kernels(commands)
     add_zoo(commands)
     options = parser.parse_args(arguments)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import storage_key, storage_reference
+from kvpass.ops.logical import permute_weight
 
 # What a permuted weight is known by: the parameter's id, the order's shape, bytes and the
 # dimension.
@@ -97,6 +98,4 @@ class Fold:
         # Neither part of an autograd graph nor an inference tensor: it outlives the call.
         with torch.inference_mode(False), torch.no_grad():
             order = self._order.to(parameter.device)
-            flat = parameter.detach().index_select(self._dim, order.flatten())
-            out: Tensor = flat.unflatten(self._dim, order.shape)
-            return out
+            return permute_weight(parameter.detach(), order, self._dim)

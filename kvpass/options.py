@@ -18,7 +18,7 @@ class Options:
     """What a user can say.
 
     Attributes:
-        planner: a recipe or a plan.
+        planner: a recipe or a plan; also the name of a recipe, or of a plan's file.
         strict: raise where a graph cannot be rewritten, instead of running it unchanged.
         inner: what compiles the rewritten graph.
     """
@@ -33,6 +33,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
 
     Raises:
         OptionError: if a name or value is not allowed.
+        PlanError: if the plan's file cannot be read.
     """
     rest = dict(options or {})
     chosen = rest.pop("recipe", DEFAULT)
@@ -46,6 +47,8 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
 
 
 def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
+    if isinstance(chosen, str) and chosen.endswith(".safetensors"):
+        chosen = Plan.load(chosen)
     if isinstance(chosen, str):
         base = recipe(chosen)
     elif isinstance(chosen, Recipe):
@@ -59,8 +62,8 @@ def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
         return chosen
     else:
         raise OptionError(
-            f"recipe={chosen!r} is not supported; allowed: a Recipe, a Plan, or one of "
-            f"{', '.join(sorted(RECIPES))}."
+            f"recipe={chosen!r} is not supported; allowed: a Recipe, a Plan, the path of a plan's "
+            f"*.safetensors file, or one of {', '.join(sorted(RECIPES))}."
         )
     known = set(base.__dataclass_fields__)
     for name in overrides:

@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvpass.cache.filters import empty_kept, keep, restored
 from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -25,6 +27,9 @@ class OracleLayer(DynamicLayer):
         super().__init__()
         self.plan = plan
         self.packed = {"keys": 0, "values": 0}
+        # With a filter: what is packed, as if nothing of it were kept, and what is kept.
+        self.rounded: dict[str, Tensor] = {}
+        self.kept: dict[str, list[Tensor]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -54,12 +59,25 @@ class OracleLayer(DynamicLayer):
         exact = stored[:, :, first : first + due]
         exact = exact if order is None else order.store(exact)
         rounded = plan.codec.decode(*plan.codec.encode(exact), stored.dtype)
+        if plan.residency.filter is not None:
+            rounded, first = self._filtered(name, plan, exact, rounded), plan.residency.sinks
         rounded = rounded if order is None else order.restore(rounded)
-        self.packed[name] = first + due
-        return torch.cat([stored[:, :, :first], rounded, stored[:, :, first + due :]], dim=2)
+        end = self.packed[name] = first + rounded.shape[2]
+        return torch.cat([stored[:, :, :first], rounded, stored[:, :, end:]], dim=2)
+
+    def _filtered(self, name: str, plan: TensorPlan, exact: Tensor, rounded: Tensor) -> Tensor:
+        """All packed tokens, after ``exact`` ones have joined them, which are ``rounded``."""
+        assert plan.residency.filter is not None
+        before = self.rounded.get(name, rounded[:, :, :0])
+        sinks, kept = plan.residency.sinks, self.kept.setdefault(name, empty_kept(exact, plan.kept))
+        keep(kept[0], kept[1], plan.residency.filter, sinks + before.shape[2], exact)
+        self.rounded[name] = torch.cat([before, rounded], dim=2)
+        return restored(self.rounded[name], sinks, kept[0], kept[1])
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Crops; a group of tokens that is cut through counts as exact from then on."""
+        if self.kept:
+            raise OptionError("The oracle of a plan with a filter cannot be cropped.")
         super().crop(*args, **kwargs)
         for name in self.packed:
             plan: TensorPlan = getattr(self.plan, name)
@@ -71,6 +89,7 @@ class OracleLayer(DynamicLayer):
         """Forgets everything."""
         super().reset()
         self.packed = {"keys": 0, "values": 0}
+        self.rounded, self.kept = {}, {}
 
 
 class OracleSlidingLayer(OracleLayer):
@@ -144,4 +163,5 @@ def _extended(layer: Any, oracle: OracleLayer) -> Any:
     kind, own = type(oracle), type(layer)
     layer.__class__ = type(f"{kind.__name__}Of{own.__name__}", (kind, own), {})
     layer.plan, layer.packed = oracle.plan, oracle.packed
+    layer.rounded, layer.kept = oracle.rounded, oracle.kept
     return layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import PlanError
+from kvpass.fingerprint import Weights
 
 FORMAT = 1
 PLAIN = TensorPlan()
@@ -50,7 +51,7 @@ class LayerPlan:
             if order is not None and (problem := order.misfit(kv_heads, dim)):
                 raise PlanError(f"The channel order of the {kind} of layer '{layer}': {problem}.")
         for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
-            if problem := plan.codec.misfit(dim):
+            if problem := plan.codec.misfit(dim, kv_heads):
                 raise PlanError(
                     f"The {kind} of layer '{layer}' cannot be stored as {plan.codec}: {problem}."
                 )
@@ -84,6 +85,23 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What a calibrated plan comes from.
+
+    Attributes:
+        seed: of all that was drawn.
+        tokens: that the model has read.
+        weights: see `kvpass.fingerprint`.
+        versions: of the libraries.
+    """
+
+    seed: int
+    tokens: int
+    weights: Weights
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan for a model: one `LayerPlan` for all layers, and exceptions.
 
@@ -92,11 +110,13 @@ class Plan:
         layers: by the attention module's path, e.g. ``model.layers.0.self_attn``, or by the number
             of the layer in it, e.g. ``0``.
         recipe: the name of the recipe that made it.
+        calibration: where it comes from, if from texts: then it names all layers.
     """
 
     default: LayerPlan = LayerPlan()
     layers: Mapping[str, LayerPlan] = field(default_factory=dict)
     recipe: str = "custom"
+    calibration: Calibration | None = None
 
     def layer(self, path: str) -> LayerPlan:
         """The plan of the layer at ``path``."""
@@ -114,6 +134,12 @@ class Plan:
         Raises:
             PlanError: if it does not fit.
         """
+        if self.calibration is not None and path not in self.layers:
+            known = ", ".join(list(self.layers)[:2])
+            raise PlanError(
+                f"The plan is calibrated for another model: it has no layer '{path}', but {known} "
+                "... Use kvpass.calibrate on this model."
+            )
         plan = self.layer(path)
         plan.check(path, key_dim, value_dim)
         return plan
@@ -125,7 +151,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file whose JSON header holds the plan."""
         tensors: dict[str, Tensor] = {}
-        header = {
+        header: dict[str, Any] = {
             "format": FORMAT,
             "recipe": self.recipe,
             "default": _layer_json(self.default, "default", tensors),
@@ -134,6 +160,8 @@ class Plan:
                 for name, plan in self.layers.items()
             },
         }
+        if self.calibration is not None:
+            header["calibration"] = asdict(self.calibration)
         save_file(tensors, str(path), metadata={"kvpass": json.dumps(header)})
 
     @staticmethod
@@ -150,7 +178,8 @@ class Plan:
                 if (found := header["format"]) == FORMAT:
                     layers = {n: _layer_plan(x, file) for n, x in header["layers"].items()}
                     default = _layer_plan(header["default"], file)
-                    return Plan(default, layers, str(header["recipe"]))
+                    calibration = _calibration(header.get("calibration"))
+                    return Plan(default, layers, str(header["recipe"]), calibration)
         except FileNotFoundError:
             raise PlanError(f"Plan file '{path}' does not exist.") from None
         except problems as error:
@@ -168,6 +197,14 @@ def _layer_json(plan: LayerPlan, name: str, tensors: dict[str, Tensor]) -> dict[
             header[kind] = f"{name}/{kind}"
             tensors[header[kind]] = order.tensor().clone()
     return header
+
+
+def _calibration(header: Mapping[str, Any] | None) -> Calibration | None:
+    if header is None:
+        return None
+    weights = {str(n): tuple(float(x) for x in values) for n, values in header["weights"].items()}
+    versions = {str(name): str(version) for name, version in header["versions"].items()}
+    return Calibration(int(header["seed"]), int(header["tokens"]), weights, versions)
 
 
 def _layer_plan(header: Mapping[str, Any], file: Any) -> LayerPlan:

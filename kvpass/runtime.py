@@ -38,7 +38,7 @@ class PackedCallable:
         self._inner = inner
         self._packed = frozenset(binding.packed)
         self._statics = binding.statics
-        self._masks = set(binding.masks)
+        self._masks = binding.masks
         self._counts = binding.counts
         self._buffers = binding.buffers
         self._outputs = binding.outputs
@@ -89,7 +89,8 @@ class PackedCallable:
         Raises:
             CacheStateError: if the model's cache counts other tokens than those that are stored.
         """
-        counted = [(s.counter, _written(s, args)) for s in self._statics if s.counter is not None]
+        # Keys and values of a layer share their counter, layers their mask.
+        counted = {(s.counter, _written(s, args)) for s in self._statics if s.counter is not None}
         counters, written = [args[c] for c, _ in counted], [stored for _, stored in counted]
         if counters and counters[0].device.type == "cpu":
             for counter, stored in zip(counters, written, strict=True):
@@ -111,8 +112,8 @@ class PackedCallable:
         for static in self._statics:
             _check_window(static, args)
         handles = {s.argument: s.new(args) for s in self._statics if s.argument is not None}
-        for mask, argument in self._masks:
-            _check_hidden(args[mask], args[argument].written + handles[argument])
+        for mask, end in {(m, args[a].written + handles[a]) for m, a in self._masks}:
+            _check_hidden(args[mask], end)
         return [(args[a], new, args[a].shape[2]) for a, new in handles.items()]
 
     def _wrap(self, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -125,13 +126,10 @@ class PackedCallable:
             if isinstance(output, FreshOutput):
                 names = output.plan.state_names
                 state = results[output.first : output.first + len(names)]
-                new, stored = output.new(args), output.stored
-                written = new - stored.skipped(new)
-                tokens = stored.logical(new)
-                handle = PackedKV(
-                    state, output.plan, tokens, output.dtype, written=written, order=output.order
+                new = output.new(args)
+                handle = PackedKV.of_prompt(
+                    state, output.plan, new, output.dtype, output.order, output.stored
                 )
-                handle.mark_dynamic()
             else:
                 handle = args[output.argument].extended(output.new(args), output.tokens(args))
             wrapped.append(handle)
@@ -184,10 +182,10 @@ def _check_hidden(mask: Tensor, written: int) -> None:
 def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
     """What a step of ``new`` tokens may overwrite of ``handle``.
 
-    A step of up to MAX_STEP tokens overwrites nothing (see `TensorPlan.ring`): only its count must
-    go back.
+    A step of up to MAX_STEP tokens overwrites nothing (see `TensorPlan.ring`), unless a filter
+    chooses among its tokens: only its count must go back.
     """
-    if new <= MAX_STEP:
+    if new <= MAX_STEP and not handle.plan.kept:
         return None
     if handle.plan.keep is not None:
         # In a ring, new tokens take the place of old ones.
@@ -231,8 +229,7 @@ def _pack_buffer(buffer: PlainBuffer, args: Sequence[Any], old: Tensor) -> None:
     order = buffer.order
     # No name for the slice: it would hold the buffer.
     state = _packed_state(plain[:, :, :written], plan, order)
-    stored = written - plan.skipped(written)
-    packed = PackedKV(state, plan, plan.logical(written), plain.dtype, written=stored, order=order)
+    packed = PackedKV.of_prompt(state, plan, written, plain.dtype, order)
     try:
         torch.utils.swap_tensors(plain, packed)
     except RuntimeError as error:

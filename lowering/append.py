@@ -10,7 +10,14 @@ from kvpass.cache.residency import MAX_STEP, TensorPlan
 from lowering.codegen import load_kernels
 from lowering.heuristics import encode_tokens
 from lowering.launch import launch
-from lowering.layouts import decline_codec, decline_device, decline_state, layout_of, symbolic
+from lowering.layouts import (
+    clip_factor,
+    decline_codec,
+    decline_device,
+    decline_state,
+    layout_of,
+    symbolic,
+)
 
 
 def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
@@ -37,6 +44,8 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
     launch(
         kernels.append_step, (batch * heads, programs),
         *state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2),
-        KV_HEADS=heads, NEW_PADDED=1 << (steps - 1).bit_length(), TOKENS=tokens, **sizes,
+        clip_factor(p),
+        KV_HEADS=heads, NEW_PADDED=1 << (steps - 1).bit_length(), TOKENS=tokens,
+        CLIPPED=p.codec.clip != 1, **sizes,
     )  # fmt: skip
     launch(kernels.advance_ends, (batch,), state[-1], **sizes)

@@ -149,9 +149,9 @@ def attend(
     pairs = batch * kv_heads
     kernels = load_kernels("attention", **_parameters(k, v, sizes))
 
-    # Packed tokens beyond the last whole tile, and each combination of packed and exact.
+    # Packed tokens beyond the last whole tile, each combination of packed and exact, and sinks.
     edges = (1 if k.identity else 2) * (1 if v.identity else 2)
-    splits = sizes.splits + edges * sizes.edge_splits
+    splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))

@@ -83,7 +83,7 @@ def attention_sizes(
         # Scales of every channel, or exact tokens of twice the bytes.
         tile = 32
     else:
-        tile = 128 if max(k.bits, v.bits) == 2 and columns == 8 else 64
+        tile = 128 if k.bits == v.bits == 2 and columns == 8 else 64
     part = _part(tile, k)
     if columns > 8:
         # No registers for the scores of several parts.
@@ -123,8 +123,8 @@ def _part(tile: int, k: Layout) -> int:
 
 
 def _edge_tile(part: int, v: Layout) -> int:
-    # Scales of every channel leave fewer registers.
-    return min(16 if v.lanewise else _EDGE_TILE, part)
+    # Scales of every channel leave fewer registers, and so do sums that are half padding.
+    return min(16 if v.lanewise or v.bits == 1 else _EDGE_TILE, part)
 
 
 def _warps(lanes: int, columns: int, wide: bool) -> int:

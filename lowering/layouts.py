@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvpass.cache.codec import Codec
 from kvpass.cache.residency import TensorPlan
 from triton_templates import Layout
 
@@ -24,7 +25,10 @@ def layout_of(plan: str, head_dim: int) -> Layout:
     sliding = p.keep is not None
     if p.codec.identity:
         return Layout(head_dim, sliding=sliding)
-    return Layout(head_dim, int(p.codec.word_bits), p.codec.axis, p.codec.group, p.ring, sliding)
+    codec, bits = p.codec, int(p.codec.word_bits)
+    return Layout(
+        head_dim, bits, codec.axis, codec.group, p.ring, sliding, p.sinks, codec.params, codec.slots
+    )
 
 
 def unbounded(plan: TensorPlan) -> TensorPlan:
@@ -83,6 +87,9 @@ def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -
     """Why no kernel attends with this query to exact tokens like ``k`` and ``v``, or None."""
     if TensorPlan.parse(k_plan).keep != TensorPlan.parse(v_plan).keep:
         return f"keys {k_plan} and values {v_plan} do not keep the same tokens"
+    packed = [p for p in map(TensorPlan.parse, (k_plan, v_plan)) if not p.codec.identity]
+    if len({p.sinks for p in packed}) > 1:
+        return f"keys {k_plan} and values {v_plan} do not have the same sinks"
     if TensorPlan.parse(v_plan).codec.token_group > 1:
         return f"values {v_plan} have groups along tokens"
     if not q.dtype == k.dtype == v.dtype:
@@ -90,21 +97,40 @@ def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -
     return None
 
 
+def decline_filter(plan: str) -> str | None:
+    """Why no kernel works on tokens stored so, or None."""
+    p = TensorPlan.parse(plan)
+    return f"filter '{p.residency.filter}' is not supported" if p.kept else None
+
+
+def decline_groups(codec: Codec, head_dim: int | None = None) -> str | None:
+    """Why no kernel works on the groups of a codec, or None."""
+    if codec.sizes is not None:
+        return f"sizes of {codec} are not supported"
+    if head_dim is not None and codec.groups.joined_heads(head_dim) > 1:
+        return f"groups of {codec} that span heads of {head_dim} are not supported"
+    return None
+
+
 def decline_codec(plan: str, encodes: bool = False) -> str | None:
     """Why the Triton kernels cannot read tokens stored so, or with ``encodes`` write them; or
     None."""
-    p = TensorPlan.parse(plan)
-    codec = p.codec
-    if p.sinks:
-        return f"sinks of {plan} are not supported"
-    bits = codec.bits if encodes else codec.word_bits
-    if bits not in (2, 4, 8, 16):
-        return f"{bits} bits of {codec} are not supported; the kernels take 2, 4 and 8"
-    if codec.params != "half":
-        return f"{codec.params} params of {codec} are not supported; the kernels take half"
-    if encodes and codec.clip != 1:
-        return f"clip {codec.clip} of {codec} is not supported"
+    codec = TensorPlan.parse(plan).codec
+    if reason := decline_groups(codec) or decline_filter(plan):
+        return reason
+    if codec.pairs:
+        return f"pairs of {codec} are not supported"
+    if codec.word_bits == 1.5:
+        return f"base 3 of {codec} is not supported; the kernels take its three levels in slots"
+    if encodes and isinstance(codec.clip, tuple):
+        return f"clip of {codec} differs between groups; the kernels take one number"
     return None
+
+
+def clip_factor(plan: TensorPlan) -> float:
+    """What the kernels multiply the ends of all groups by, of a plan that `decline_codec` takes."""
+    assert not isinstance(plan.codec.clip, tuple)
+    return float(plan.codec.clip)
 
 
 def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:

@@ -9,7 +9,14 @@ from kvpass.ops.pack import empty_state
 from lowering.codegen import load_kernels
 from lowering.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.launch import launch
-from lowering.layouts import decline_codec, decline_device, decline_dtype, layout_of, unbounded
+from lowering.layouts import (
+    clip_factor,
+    decline_codec,
+    decline_device,
+    decline_dtype,
+    layout_of,
+    unbounded,
+)
 
 
 def supports(new: Tensor, plan: str) -> str | None:
@@ -35,14 +42,16 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
     state = empty_state(new, p, packed)
     kernels = load_kernels("pack", layout=layout)
     tokens = COPIED_TOKENS if layout.identity else encode_tokens(layout)
-    # Where tokens are packed at all, fewer than a flush beyond the window stay exact.
-    tail = 0 if layout.identity else p.residency.window + p.residency.flush - 1
+    # Where tokens are packed at all, fewer than a flush beyond the window stay exact behind sinks.
+    tail = 0 if layout.identity else p.sinks + p.residency.window + p.residency.flush - 1
     tail_programs = -(-tail // COPIED_TOKENS)
     if new.stride(3) != 1:
         new = new.contiguous()
     launch(
         kernels.pack_prompt, (batch * heads, tail_programs + -(-packed // tokens)),
         *state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2), length, packed,
+        clip_factor(p),
         KV_HEADS=heads, TOKENS=tokens, TAIL_PROGRAMS=tail_programs, COPIED=COPIED_TOKENS,
+        CLIPPED=p.codec.clip != 1,
     )  # fmt: skip
     return state

@@ -39,8 +39,9 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     kernels = load_kernels("unpack", layout=layout)
     size = decode_tokens(layout)
     out = exact.new_empty((batch, heads, tokens, head_dim))
-    # The last tokens of a sliding window may begin within what one program decodes.
-    programs = -(-tokens // size) + int(layout.sliding)
+    # The last tokens of a sliding window may begin within what one program decodes; sinks have
+    # programs of their own.
+    programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
     launch(
         kernels.unpack_tokens, (batch * heads, programs),
         *state, out, state[0].shape[2], tokens,

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import kvpass
 import kvpass.backend
+from tests.models import prompt
 
 
 def compiled(model: Any, recipe: Any, inner: str = "eager", **options: Any) -> Any:
@@ -54,9 +55,26 @@ def left_padding(lengths: Sequence[int], total: int) -> Tensor:
     return mask
 
 
+def batch_text(total: int, padded: bool, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Token ids ``[B, total]``: of one sequence, or of three with padding on the left; their
+    padding mask, or None; and which positions are no padding, bool ``[B, total]``."""
+    ids = prompt(3 if padded else 1, total, seed=seed)
+    mask = left_padding([20, 3, 0], total) if padded else None
+    return ids, mask, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+
+
 def oracle(model: Any, recipe: kvpass.Recipe) -> Any:
     """The oracle's cache for ``model``."""
     return kvpass.oracle_cache(recipe.plan(model.config), model.config)
+
+
+def error_to_oracle(twin: Any, model: Any, plan: Any, ids: Tensor, steps: Sequence[int]) -> float:
+    """The largest difference between the logits of ``twin``, which is compiled, and those of
+    ``model`` with the oracle of ``plan``."""
+    torch._dynamo.reset()
+    wanted, _ = run_steps(model, ids, steps, None, kvpass.oracle_cache(plan, model.config))
+    got, _ = run_steps(twin, ids, steps)
+    return float((got - wanted).abs().max())
 
 
 def peak(function: Any) -> int:

@@ -47,7 +47,7 @@ def bad(**options: Any) -> Any:
         ({"inner": "tvm"}, OptionError, "Unknown inner compiler 'tvm'."),
         ({"strict": 1}, OptionError, "strict=1 is not supported; allowed: True, False."),
         ({"group": 48}, PlanError, "does not divide the residual of 128 tokens"),
-        ({"group": 64}, PlanError, "group 64 does not divide head_dim 16"),
+        ({"group": 64}, PlanError, "group 64 spans 4 heads of 16, which 2 do not fill"),
     ],
 )
 def test_bad_options_are_one_sentence(
@@ -133,9 +133,16 @@ class BrokenError(Exception):
     pass
 
 
-@pytest.mark.parametrize("step", [1, 16, 40])
-@pytest.mark.parametrize("name", ["fp", "kivi-2bit"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "name", "step"),
+    [
+        ("llama", "fp", 40),
+        ("llama", "kivi-2bit", 1),
+        ("llama", "kivi-2bit", 40),
+        ("mistral", "fp", 1),
+        ("mistral", "kivi-2bit", 16),
+    ],
+)
 def test_a_failed_step_leaves_the_cache_as_it_was(
     family: str, name: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

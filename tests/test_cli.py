@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvpass import Plan
 from kvpass.cli import main
 from lowering import inspection
 
@@ -94,3 +96,43 @@ def test_module():
     command = [sys.executable, "-m", "kvpass", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "kernels" in done.stdout
+
+
+MODEL = str(Path(__file__).parents[1] / "examples" / "small_model")
+
+
+def test_calibrate(capsys, tmp_path):
+    text, out = tmp_path / "text.jsonl", tmp_path / "plan.safetensors"
+    words = " ".join(f"name_{i} = {i * 7919 % 1000}" for i in range(400))
+    text.write_text(json.dumps({"text": words}) + "\n\n" + json.dumps({"text": words[::-1]}))
+    options = ["--samples", "2", "--length", "200", "--recipe", "skvq-k2v1.5,group=32,clip=0.9"]
+    assert main(["calibrate", MODEL, str(text), "--out", str(out), *options]) == 0
+    said = capsys.readouterr().out
+    assert said == f"skvq-k2v1.5: 4 layers calibrated on 400 tokens, saved as {out}\n"
+    plan = Plan.load(out)
+    assert plan.layer_at(3).values.codec.clip == 0.9
+    assert plan.layer_at(3).value_order is not None
+
+
+def test_errors_of_calibrate(capsys, tmp_path):
+    text, broken = tmp_path / "text.txt", tmp_path / "broken.jsonl"
+    text.write_bytes(b"\xff\xfe\x00")
+    broken.write_text("[1]")
+    out = ["--out", str(tmp_path / "plan.safetensors")]
+
+    def told(*arguments):
+        return failure(capsys, "calibrate", *arguments)
+
+    assert "--out plan.pt is not supported; allowed: a *.safetensors file" in told(
+        MODEL, str(text), "--out", "plan.pt"
+    )
+    assert "its folder does not exist" in told(MODEL, str(text), "--out", "no/plan.safetensors")
+    assert "Text file 'nowhere' does not exist" in told(MODEL, "nowhere", *out)
+    assert "'nowhere' is not a model folder" in told("nowhere", str(text), *out)
+    assert "Unknown recipe 'skvk'" in told(MODEL, str(text), *out, "--recipe", "skvk")
+    assert "Unknown dtype 'int8'" in told(MODEL, str(text), *out, "--dtype", "int8")
+    assert "cannot be loaded on gpu" in told(MODEL, str(text), *out, "--device", "gpu")
+    # Behind the bar that transformers shows while it loads the model.
+    for file, reason in ((text, "is no text in UTF-8"), (broken, "a line is list, not an object")):
+        assert main(["calibrate", MODEL, str(file), *out]) == 2
+        assert reason in capsys.readouterr().err.splitlines()[-1]

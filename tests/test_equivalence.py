@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kvpass import PackedKV, Plan, Recipe, oracle_cache, recipe
 from kvpass.plan import LayerPlan
-from tests.harness import compiled, left_padding, oracle, run_steps
+from tests.harness import batch_text, compiled, left_padding, oracle, run_steps
 from tests.models import EAGER, FAMILIES, prompt, tiny_model
 from tests.tolerances import logits
 
@@ -26,38 +26,33 @@ RECIPES = {
 STEPS = [70] + [1] * 20
 
 
-@pytest.mark.parametrize(
-    ("attention", "dtype", "padded"),
-    [
-        # (Without padding in float32: tests/test_zoo.py.)
-        ("sdpa", torch.float32, True),
-        ("sdpa", torch.bfloat16, False),
-        ("eager", torch.float32, True),
-    ],
-    ids=["sdpa-fp32-padded", "sdpa-bf16", "eager-fp32-padded"],
-)
-@pytest.mark.parametrize("family", FAMILIES)
+# (Without padding in float32: tests/test_zoo.py.)
+PADDED, BF16 = ("sdpa", torch.float32, True), ("sdpa", torch.bfloat16, False)
+WRITTEN_OUT = ("eager", torch.float32, True)
+CASES = [
+    *((family, *PADDED, "kivi-4bit") for family in FAMILIES),
+    *((family, *BF16, "kivi-2bit") for family in ("llama", "falcon")),
+    *((family, *WRITTEN_OUT, "kivi-4bit") for family in ("llama", "gpt_neox", "gemma3_text")),
+    *(("llama", *case, "fp") for case in (PADDED, BF16, WRITTEN_OUT)),
+]
+
+
+@pytest.mark.parametrize(("family", "attention", "dtype", "padded", "name"), CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:kvpass.*multi-query")
 def test_logits_equal_the_oracles(
-    family: str, attention: str, dtype: torch.dtype, padded: bool
+    family: str, attention: str, dtype: torch.dtype, padded: bool, name: str
 ) -> None:
     model = tiny_model(family, attention=attention, dtype=dtype, layers=1)
-    batch, total = (3, sum(STEPS)) if padded else (1, sum(STEPS))
-    ids = prompt(batch, total)
-    mask = left_padding([20, 3, 0], total) if padded else None
-    visible = torch.ones(batch, total, dtype=torch.bool) if mask is None else mask.bool()
+    ids, mask, visible = batch_text(sum(STEPS), padded)
     plain, _ = run_steps(model, ids, STEPS, mask, DynamicCache(config=model.config))
-    for name in ("fp", "kivi-4bit" if padded else "kivi-2bit"):
-        chosen = RECIPES[name]
-        torch._dynamo.reset()
-        wanted, _ = run_steps(model, ids, STEPS, mask, oracle(model, chosen))
-        got, cache = run_steps(compiled(model, chosen), ids, STEPS, mask)
-        assert all(isinstance(t, PackedKV) for x in cache.layers for t in (x.keys, x.values)), name
-        error = (got - wanted)[visible].abs().max().item()
-        assert error <= logits(dtype, name), f"{name}: {error}"
-        effect = (wanted - plain)[visible].abs().max().item()
-        # A recipe that changed nothing would make the comparison empty.
-        assert effect == 0 if name == "fp" else effect > 10 * LOWEST[dtype], f"{name}: {effect}"
+    chosen = RECIPES[name]
+    wanted, _ = run_steps(model, ids, STEPS, mask, oracle(model, chosen))
+    got, cache = run_steps(compiled(model, chosen), ids, STEPS, mask)
+    assert all(isinstance(t, PackedKV) for x in cache.layers for t in (x.keys, x.values))
+    assert (got - wanted)[visible].abs().max().item() <= logits(dtype, name)
+    effect = (wanted - plain)[visible].abs().max().item()
+    # A recipe that changed nothing would make the comparison empty.
+    assert effect == 0 if name == "fp" else effect > 10 * LOWEST[dtype]
 
 
 def check(model: Any, chosen: Recipe, plan: Plan) -> None:
@@ -78,16 +73,15 @@ def test_written_out_attention(family: str) -> None:
     check(model, chosen, chosen.plan(model.config))
 
 
-@pytest.mark.parametrize("family", ["mpt", "gptj"])
-def test_written_out_attention_in_bf16(family: str) -> None:
-    """Some of it in float32: ALiBi, or the product of query and keys."""
-    model = tiny_model(family, attention="eager", layers=1, dtype=torch.bfloat16)
+def test_written_out_attention_in_bf16() -> None:
+    """Some of it in float32: ALiBi."""
+    model = tiny_model("mpt", attention="eager", layers=1, dtype=torch.bfloat16)
     check(model, RECIPES["fp"], RECIPES["fp"].plan(model.config))
 
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [("deepseek_v2", "sdpa"), ("deepseek_v2", "eager"), ("doge", "sdpa"), ("diffllama", "sdpa")],
+    [("deepseek_v2", "sdpa"), ("doge", "sdpa"), ("diffllama", "sdpa")],
 )
 def test_decoded_caches(family: str, attention: str) -> None:
     """Readers that no rule knows read what the recipe stores for tensors of unknown meaning."""
@@ -105,17 +99,20 @@ def test_decoded_caches(family: str, attention: str) -> None:
 LOWEST = {torch.float32: 1e-4, torch.bfloat16: 2e-3}
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["single", "padded"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "attention", "padded"),
+    [
+        ("fp", "sdpa", True),
+        ("kivi-4bit", "eager", False),
+        ("kivi-2bit", "sdpa", False),
+        ("kivi-2bit", "eager", True),
+    ],
+)
 def test_chats_and_small_steps(name: str, attention: str, padded: bool) -> None:
     """A second prompt on a filled cache, steps of several tokens, and the window's borders."""
-    steps = [40, 1, 1, 5, 16, 1, 33, 1, 17, 3, 1]
+    steps = [40, 1, 1, 5, 16, 1, 33, 1]
     model = tiny_model("llama", attention=attention, layers=1)
-    batch, total = (3, sum(steps)) if padded else (1, sum(steps))
-    ids = prompt(batch, total, seed=1)
-    mask = left_padding([20, 3, 0], total) if padded else None
-    visible = torch.ones(batch, total, dtype=torch.bool) if mask is None else mask.bool()
+    ids, mask, visible = batch_text(sum(steps), padded, seed=1)
     wanted, _ = run_steps(model, ids, steps, mask, oracle(model, RECIPES[name]))
     got, cache = run_steps(compiled(model, RECIPES[name]), ids, steps, mask)
     assert isinstance(cache.layers[0].keys, PackedKV)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from examples import add_a_rule, quickstart
+from examples import add_a_filter, add_a_rule, quickstart, skvq_ablation
+from kvpass import KvpassError
+from kvpass.cache.filters import FILTERS
 from kvpass.rules import RULES
 
 
@@ -39,3 +41,23 @@ def test_the_example_rule_fuses_what_was_decoded(capsys: pytest.CaptureFixture[s
     assert "fuse_attention" not in without
     assert "fired   spell_out_einsum: bhqd,bhtd->bhqt is a matmul" in with_rule
     assert "fired   fuse_attention" in with_rule
+
+
+def test_the_example_filter_is_compared_with_those_shipped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    try:
+        add_a_filter.main(tokens=200, questions=2)
+    finally:
+        FILTERS.pop("variance", None)
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[1] for row in rows] == ["none", "variance", "heavy_hitters", "outliers"]
+
+
+def test_the_ablation_adds_one_part_at_a_time() -> None:
+    names, recipes = zip(*skvq_ablation.recipes(64), strict=True)
+    assert names[:6] == ("RTN", "+ window", "+ clip", "+ reorder", "+ sinks", "+ fp8")
+    first, *_, last = recipes[:6]
+    assert not first.calibrated
+    with pytest.raises(KvpassError, match="is calibrated"):
+        last.layer_plan("*", 64, 64)

@@ -16,7 +16,7 @@ from tests.models import prompt
 
 KIVI = recipe("kivi-4bit", group=16, residual=16)
 GREEDY: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
-SDPA = ("llama", "mistral", "gemma3_text", "gemma4_text", "gpt2", "falcon")
+SDPA = ("llama", "gemma4_text")
 WRITTEN_OUT = ("gpt_oss", "bloom")
 # Recurrent layers cannot be cropped: transformers refuses to assist them.
 RECURRENT = ("qwen3_5_text",)
@@ -39,13 +39,6 @@ def draft_of(model: Any) -> Any:
     return draft
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 @pytest.mark.parametrize("family", [*SDPA, *WRITTEN_OUT, *RECURRENT])
 def test_beams(family: str) -> None:
     model, ids = model_of(family), prompt(1, 60)
@@ -60,7 +53,7 @@ def test_beams(family: str) -> None:
         assert all(isinstance(layer.keys, PackedKV) for layer in layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4_text", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "bloom"])
 def test_a_draft_model_assists(family: str) -> None:
     model, ids = model_of(family), prompt(1, 60)
     options = {**GREEDY, "assistant_model": draft_of(model)}

@@ -24,8 +24,7 @@ def formula(tokens: int, heads: int, dim: int, bits: int, itemsize: int) -> floa
     return heads * (codes + scales + windows)
 
 
-@pytest.mark.parametrize("name", ["kivi-2bit", "kivi-4bit"])
-@pytest.mark.parametrize("tokens", [1000, 1536])
+@pytest.mark.parametrize(("name", "tokens"), [("kivi-2bit", 1000), ("kivi-4bit", 1536)])
 def test_bytes_held_match_the_formula(name: str, tokens: int) -> None:
     model = tiny_model("llama", head_dim=128, layers=2)
     ids = prompt(1, tokens)

@@ -43,12 +43,16 @@ REFUSED = [
     (
         {"recipe": "kivi-3bit"},
         "Unknown recipe 'kivi-3bit'. Did you mean 'kivi-4bit' or 'kivi-2bit'? "
-        "Allowed: fp, kivi-2bit, kivi-4bit.",
+        "Allowed: fp, kivi-2bit, kivi-4bit, skvq-k2v1.5, skvq-k2v2.",
     ),
-    ({"recipe": "zz"}, "Unknown recipe 'zz'. Allowed: fp, kivi-2bit, kivi-4bit."),
+    (
+        {"recipe": "zz"},
+        "Unknown recipe 'zz'. Allowed: fp, kivi-2bit, kivi-4bit, skvq-k2v1.5, skvq-k2v2.",
+    ),
     (
         {"recipe": 3},
-        "recipe=3 is not supported; allowed: a Recipe, a Plan, or one of fp, kivi-2bit, kivi-4bit.",
+        "recipe=3 is not supported; allowed: a Recipe, a Plan, the path of a plan's *.safetensors "
+        "file, or one of fp, kivi-2bit, kivi-4bit, skvq-k2v1.5, skvq-k2v2.",
     ),
     ({"grup": 32}, f"Unknown option 'grup'. Did you mean 'group'? {KNOWN}"),
     ({"zz": 1}, f"Unknown option 'zz'. {KNOWN}"),

@@ -116,15 +116,15 @@ def test_an_append_takes_no_longer_at_64k_tokens(ops, plan, exact):
 
 @pytest.mark.usefixtures("one_thread")
 def test_attention_time_is_linear_in_tokens():
-    """Twice as many added tokens take twice as long: 2, and 4 if it were quadratic."""
+    """Four times the tokens take four times as long; quadratic time would be 16."""
     plans, q = kivi(2), torch.randn(1, 8, 1, 64)
     attention = torch.ops.kvpass_cpp.attention
     calls = []
-    for n in (LONG // 4, LONG // 2, LONG):
+    for n in (LONG // 4, LONG):
         keys, values = random_state(plans[0], n, 10, 2, 64), random_state(plans[1], n, 128, 2, 64)
         calls.append(partial(attention, q, keys, values, None, 0.125, *plans))
-    first, second, third = (min(seconds) for seconds in interleaved(calls, 40))
-    assert 1.4 < (third - second) / (second - first) < 2.8, (first, second, third)
+    short, long = (min(seconds) for seconds in interleaved(calls, 40))
+    assert 2 < long / short < 8, (short, long)
 
 
 def test_a_compiled_step_allocates_the_same_at_any_context():

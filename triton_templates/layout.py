@@ -2,13 +2,15 @@
 
 *Words* are int16 ``[tokens, W]`` with ``W = D * bits / 16``: bits ``[j*bits, (j+1)*bits)`` of word
 ``i`` hold the code of channel ``j*W + i`` (*channel plane* ``j``). A tile of words therefore holds
-every plane of its tokens.
+every plane of its tokens. Codes of 3 bits have their low two in ``D / 8`` such words, and their
+high ones, planes of one bit, in ``D / 16`` *high words* behind them: the high bits of channel plane
+``j`` are planes ``2*j``, for the first half of its words, and ``2*j + 1``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -31,7 +33,8 @@ class Block:
         chunk: which of the `Layout.chunks` of words.
         channel: first channel.
         shift: right shift after which the plane's bits lie in the mantissa of a half.
-        mask: the plane's bits after the shift; ``word >> shift & mask`` is ``code << position``.
+        mask: the plane's bits after the shift; ``word >> shift & mask`` is ``code << position``
+            (of 3 bits the low two; there is room for the high one).
         position: of the code's lowest bit after the shift.
         group: group of channels, if the block lies in one; 0 otherwise.
     """
@@ -52,12 +55,17 @@ class Layout:
 
     Attributes:
         head_dim: channels ``D``.
-        bits: 2, 4, 8, or 16 for tokens stored as they are.
+        bits: 1, 2, 3, 4, 8, or 16 for tokens stored as they are.
         axis: what shares a scale and a minimum: ``group`` consecutive tokens of a ``channel``, or
             ``group`` consecutive channels of a ``token``.
         group: see ``axis``; 0 for 16 bits.
         ring: slots of the window of exact tokens; 0 for 16 bits.
         sliding: the token at position ``t`` is stored at slot ``t % capacity``.
+        sinks: first tokens that stay exact, in a tensor of their own; packed tokens come behind
+            them, the first at slot 0.
+        params: what scales and minima are: ``half``, or ``fp8`` (fp8-e4m3).
+        slots: codes of 2 bits have three levels only.
+        halves: blocks lie in the first or the second half of the words, see `for_encoding`.
     """
 
     head_dim: int
@@ -66,14 +74,34 @@ class Layout:
     group: int = 0
     ring: int = 0
     sliding: bool = False
+    sinks: int = 0
+    params: Literal["half", "fp8"] = "half"
+    slots: bool = False
+    halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
-        return "fp" if self.identity else f"int{self.bits}.{self.axis}{self.group}"
+        if self.identity:
+            return "fp"
+        bits = 1.5 if self.slots else self.bits
+        text = f"int{bits}.{self.axis}{self.group}" + ".slots" * self.slots
+        return text + ".fp8" * (self.params == "fp8")
 
     @property
     def identity(self) -> bool:
         """Tokens are stored as they are."""
         return self.bits == 16
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The tensors that a cache tensor is made of."""
+        if self.identity:
+            return ("codes", "ends")
+        return ("codes", "params", "window", *(["sinks"] if self.sinks else []), "ends")
+
+    @property
+    def segments(self) -> int:
+        """Ends of a sequence: of its sinks, where there are some, of what is packed, of all."""
+        return 1 if self.identity else 3 if self.sinks else 2
 
     @property
     def by_channel(self) -> bool:
@@ -83,7 +111,12 @@ class Layout:
     @property
     def levels(self) -> int:
         """Largest code."""
-        return (1 << self.bits) - 1
+        return 2 if self.slots else (1 << self.bits) - 1
+
+    @property
+    def plane_bits(self) -> int:
+        """Bits of a channel plane."""
+        return 2 if self.bits == 3 else self.bits
 
     @property
     def words(self) -> int:
@@ -91,12 +124,32 @@ class Layout:
         return self.head_dim * self.bits // 16
 
     @property
+    def plane_words(self) -> int:
+        """Those of them that hold the channel planes: all but the high words."""
+        return self.head_dim * self.plane_bits // 16
+
+    @property
+    def high_words(self) -> int:
+        """Those of them that hold the high bits of codes of 3 bits; 0 for other codes."""
+        return self.words - self.plane_words
+
+    @property
+    def for_encoding(self) -> Layout:
+        """With blocks whose high bits lie in the same lanes of high words, of one plane."""
+        return replace(self, halves=self.bits == 3)
+
+    @property
+    def row(self) -> int:
+        """Words of the longest block."""
+        return self.high_words if self.halves else self.plane_words
+
+    @property
     def bytes_per_token(self) -> float:
         """Bytes of a packed token's words and params (16 bits a channel if it is stored as is)."""
         if self.identity:
             return 2 * self.head_dim
         params = self.head_dim / self.group if self.by_channel else self.groups
-        return 2 * self.words + 4 * params
+        return 2 * self.words + (2 if self.params == "fp8" else 4) * params
 
     @property
     def width(self) -> int:
@@ -104,7 +157,7 @@ class Layout:
         if self.identity:
             return self.head_dim
         whole_rows = self.by_channel or self.lanewise
-        return self.words if whole_rows else math.gcd(self.group, self.words)
+        return self.row if whole_rows else math.gcd(self.group, self.row)
 
     @property
     def lanewise(self) -> bool:
@@ -112,7 +165,7 @@ class Layout:
 
         Then blocks are whole rows, and each of their lanes has its own scale.
         """
-        short = self.group > 0 and math.gcd(self.group, self.words) < _MIN_BLOCK
+        short = self.group > 0 and math.gcd(self.group, self.row) < _MIN_BLOCK
         return not self.identity and self.axis == "token" and short
 
     def groups_of(self, block: Block) -> range:
@@ -127,8 +180,8 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """Runs of `width` words in a token."""
-        return self.words // self.width
+        """Runs of `width` words in a token, of those that hold the channel planes."""
+        return self.plane_words // self.width
 
     @property
     def lanes(self) -> int:
@@ -170,15 +223,16 @@ class Layout:
         """The blocks of a packed token, by chunk, then by plane; none for 16 bits."""
         if self.identity:
             return ()
-        per_shift = max(1, _MANTISSA // self.bits)
+        bits = self.plane_bits
+        per_shift = (_MANTISSA - self.bits) // bits + 1
         made: list[Block] = []
         for chunk in range(self.chunks):
-            for plane in range(16 // self.bits):
-                shift = plane // per_shift * per_shift * self.bits
-                position = plane * self.bits - shift
-                channel = plane * self.words + chunk * self.width
+            for plane in range(16 // bits):
+                shift = plane // per_shift * per_shift * bits
+                position = plane * bits - shift
+                channel = plane * self.plane_words + chunk * self.width
                 group = 0 if self.by_channel or self.lanewise else channel // self.group
-                mask = self.levels << position
+                mask = ((1 << bits) - 1) << position
                 made.append(Block(len(made), plane, chunk, channel, shift, mask, position, group))
         return tuple(made)
 
@@ -202,10 +256,10 @@ class Layout:
                 )
         elif self.head_dim % self.group:
             return f"group {self.group} does not divide head_dim {self.head_dim}"
-        if self.words < _MIN_BLOCK:
+        if self.plane_words < _MIN_BLOCK:
             return (
-                f"{self} at head_dim {self.head_dim} has {self.words} words a token; the kernels "
-                f"need {_MIN_BLOCK}"
+                f"{self} at head_dim {self.head_dim} has {self.plane_words} words a token; the "
+                f"kernels need {_MIN_BLOCK}"
             )
         return None
 

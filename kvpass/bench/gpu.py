@@ -21,9 +21,10 @@ from kvpass.bench.kernel_checks import check_kernels, worst
 from kvpass.bench.models import PRESETS
 from kvpass.bench.report import result_json, write_json
 from kvpass.errors import OptionError
-from kvpass.recipes import RECIPES
 
 _RECIPES = ("kivi-4bit", "kivi-2bit")
+# Whose kernels are checked; without what comes from texts.
+_FORMATS = ("fp", *_RECIPES, "skvq-k2v2,clip=0.9,reorder=false,sinks=0")
 # Batch and tokens of the attention table, for the heads of an 8B Llama.
 _CASES = ((1, 4096), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 8192))
 # Model dtype and head dimension of the kernels that are checked. Kernels take minutes to compile,
@@ -116,7 +117,7 @@ def _subnormals(device: torch.device) -> Finding:
 
 def _kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Finding:
     lines, rows, right = [], [], True
-    for recipe in RECIPES:
+    for recipe in _FORMATS:
         checks = list(check_kernels(recipe, dtype, head_dim, device, wanted="triton"))
         failed = [c for c in checks if not c.passed]
         lines.append(

@@ -111,7 +111,7 @@ def to_copy(
     if is_traced(x.ends) or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
     x.check()
-    exact = ("codes",) if x.plan.codec.identity else ("window", "sinks")
+    exact = ("codes",) if x.plan.codec.identity else ("window", "sinks", "kept")
     state = [
         getattr(x, name).to(
             device=device,
@@ -196,6 +196,9 @@ def crop(x: PackedKV, first: int, last: int) -> Any:
             group = read_packed(x.state, plan, kept, kept + g, x.dtype)
             write_window(state[2], kept, group[:, :, : total - kept])
         ends.clamp_(max=kept)
+        if plan.kept:
+            places = state[-2]
+            places.masked_fill_(places >= kept, -1)
     ends[:, -1] = total
     return _rebuilt(x, state, last - first, total)
 
@@ -293,6 +296,8 @@ def zero_(x: PackedKV) -> PackedKV:
         return x
     for tensor in x.state[:-1]:
         tensor.zero_()
+    if x.plan.kept:
+        x.places.fill_(-1)
     return x
 
 

@@ -31,7 +31,8 @@ class PackedKV(Tensor):
 
     Attributes:
         plan: how the tokens are stored.
-        codes, params, window, sinks, ends: the state, see `kvpass.ops.pack.empty_state`.
+        codes, params, window, sinks, kept, places, ends: the state, see
+            `kvpass.ops.pack.empty_state`.
         written: where the last segment ends, as the host knows it.
         order: in which order ``codes`` and ``window`` hold the channels of each head, None if in
             the model's own. What goes in and comes out here is in the model's own; ops on ``state``
@@ -43,6 +44,8 @@ class PackedKV(Tensor):
     params: Tensor
     window: Tensor
     sinks: Tensor
+    kept: Tensor
+    places: Tensor
     ends: Tensor
     written: int
     order: ChannelOrder | None
@@ -77,6 +80,23 @@ class PackedKV(Tensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @staticmethod
+    def of_prompt(
+        state: Sequence[Tensor],
+        plan: TensorPlan,
+        tokens: int,
+        dtype: torch.dtype,
+        order: ChannelOrder | None = None,
+        stored: TensorPlan | None = None,
+    ) -> PackedKV:
+        """Wraps what ``kvpass::pack`` has made of a first prompt of ``tokens`` tokens by the plan
+        ``stored``, which is ``plan`` by default."""
+        stored = plan if stored is None else stored
+        written, logical = tokens - stored.skipped(tokens), stored.logical(tokens)
+        packed = PackedKV(state, plan, logical, dtype, written=written, order=order)
+        packed.mark_dynamic()
+        return packed
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
         return list(self.plan.state_names), (self.plan, self.dtype, self.order)
@@ -122,6 +142,7 @@ class PackedKV(Tensor):
             bits = self.plan.codec.bits_per_element(self.shape[3]) * packed + exact * (
                 tokens - packed
             )
+            bits += self.plan.kept * (exact + 32 / self.shape[3])
             bits /= max(tokens, 1)
         return bits + 8 * self.ends.nbytes / max(self.numel(), 1)
 

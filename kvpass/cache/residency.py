@@ -9,7 +9,8 @@ from functools import cache, cached_property
 
 import torch
 
-from kvpass.cache.codec import FP, Codec
+from kvpass.cache.codec import FP, NUMBER, Codec
+from kvpass.cache.filters import filter_named
 from kvpass.errors import OptionError, PlanError
 
 # A step of at most this many new tokens is a decode step: packed state is read in place. A longer
@@ -21,9 +22,12 @@ MAX_STEP = 16
 TILE = 128
 
 _PLAN = re.compile(
-    r"(?P<codec>[^/]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+))?"
+    r"(?P<codec>[^/]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+)"
+    r"(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
     r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?"
 )
+
+_LIST = re.compile(rf"(?<=clip|izes){NUMBER}(?:,{NUMBER})+")
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,34 @@ class Residency:
         window: tokens.
         flush: tokens.
         sinks: tokens (attention sinks: SKVQ, section 3.2, after StreamingLLM).
+        kept: tokens of every KV head that stay exact because ``filter`` likes them best.
+        filter: the name of a filter, see `kvpass.cache.filters`.
     """
 
     window: int = 0
     flush: int = 1
     sinks: int = 0
+    kept: int = 0
+    filter: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 0), ("flush", 1), ("sinks", 0)):
+        for name, least in (("window", 0), ("flush", 1), ("sinks", 0), ("kept", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise OptionError(
                     f"{name}={value!r} is not supported; allowed: a whole number, at least {least}."
                 )
+        if self.filter is not None:
+            filter_named(self.filter)
+        if (self.filter is None) != (self.kept == 0):
+            raise OptionError(
+                f"filter={self.filter!r} is not supported with kept={self.kept}; allowed: a filter "
+                "and a number of tokens, or neither."
+            )
+
+    def window_only(self) -> Residency:
+        """Without tokens that stay exact for their own sake."""
+        return Residency(self.window, self.flush)
 
     def due(self, exact: int) -> int:
         """How many of ``exact`` unpacked tokens are to be packed now: whole flushes beyond the
@@ -101,8 +120,11 @@ class TensorPlan:
                 raise PlanError(
                     f"{name}={value!r} is not supported; allowed: a positive number of tokens."
                 )
-        if self.sinks and self.keep is not None:
-            raise PlanError(f"sinks={self.sinks} cannot stay where only {self.keep} tokens do.")
+        if self.keep is not None and (self.sinks or self.kept):
+            raise PlanError(
+                f"sinks={self.sinks} and kept={self.kept} cannot stay where only {self.keep} "
+                "tokens do."
+            )
         if self.residency.flush % self.codec.token_group:
             raise PlanError(
                 f"group {self.codec.token_group} of {self.codec} does not divide the residual of "
@@ -114,9 +136,15 @@ class TensorPlan:
         if not self.codec.identity:
             sinks = f"sinks={self.sinks}," if self.sinks else ""
             text += f"/{sinks}window={self.residency.window},flush={self.residency.flush}"
+            if self.kept:
+                text += f",kept={self.kept},filter={self.residency.filter}"
         if self.keep is not None:
             text += f"/keep={self.keep}"
         return text if self.room is None else f"{text}/room={self.room}"
+
+    def brief(self) -> str:
+        """Printed for people: of lists with a number for each group, the least and the largest."""
+        return _LIST.sub(_ends, str(self))
 
     @staticmethod
     @cache
@@ -131,8 +159,10 @@ class TensorPlan:
         codec = Codec.parse(match["codec"])
         residency = Residency()
         if not codec.identity:
-            names = ("window", "flush", "sinks")
-            residency = Residency(*(int(match[name] or 0) for name in names))
+            window, flush, sinks, kept = (
+                int(match[name] or 0) for name in ("window", "flush", "sinks", "kept")
+            )
+            residency = Residency(window, flush, sinks, kept, match["filter"])
         keep, room = (int(match[name]) if match[name] else None for name in ("keep", "room"))
         return TensorPlan(codec, residency, keep, room)
 
@@ -140,19 +170,21 @@ class TensorPlan:
         """This plan for a cache that keeps the last ``keep`` tokens.
 
         The identity where the exact window would hold all of them: packing would only add to it.
-        Without sinks: the window forgets the first tokens, and with them their positions.
+        Without sinks and filter: the window forgets the first tokens, and with them their
+        positions.
         """
         if keep <= self.residency.window + self.residency.flush:
             return TensorPlan(keep=keep)
-        return replace(self, residency=replace(self.residency, sinks=0), keep=keep)
+        return replace(self, residency=self.residency.window_only(), keep=keep)
 
     def static(self, room: int) -> TensorPlan:
         """This plan for a static cache's buffer of ``room`` tokens.
 
-        Without sinks, as `sliding`: a static window forgets its first tokens when it is full, and
-        the graph that begins one looks like the graph that begins a buffer which never slides.
+        Without sinks and filter, as `sliding`: a static window forgets its first tokens when it is
+        full, and the graph that begins one looks like the graph that begins a buffer which never
+        slides.
         """
-        return replace(self, residency=replace(self.residency, sinks=0), keep=room - 1, room=room)
+        return replace(self, residency=self.residency.window_only(), keep=room - 1, room=room)
 
     def visible(self, total: int, new: int) -> int:
         """How many of ``total`` tokens the attention of a step that has added ``new`` can see: the
@@ -163,6 +195,11 @@ class TensorPlan:
     def sinks(self) -> int:
         """First tokens that stay exact for ever (0 for ``fp``, which stores all of them so)."""
         return 0 if self.codec.identity else self.residency.sinks
+
+    @property
+    def kept(self) -> int:
+        """Further tokens of every KV head that stay exact (0 for ``fp``)."""
+        return 0 if self.codec.identity else self.residency.kept
 
     @property
     def ring(self) -> int:
@@ -186,7 +223,8 @@ class TensorPlan:
         if self.codec.identity:
             return ("codes", "ends")
         sinks = ("sinks",) if self.sinks else ()
-        return ("codes", "params", "window", *sinks, "ends")
+        kept = ("kept", "places") if self.kept else ()
+        return ("codes", "params", "window", *sinks, *kept, "ends")
 
     @property
     def tile(self) -> int:
@@ -224,3 +262,8 @@ class TensorPlan:
         if self.codec.identity:
             return tokens
         return self.residency.due(tokens - self.sinks)
+
+
+def _ends(found: re.Match[str]) -> str:
+    numbers = sorted(found[0].split(","), key=float)
+    return f"{numbers[0]}..{numbers[-1]}"

@@ -8,7 +8,7 @@ callable around the graph maps its arguments and results.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from kvpass.graph.binding import (
     PlainOutput,
     StaticStep,
 )
+from kvpass.graph.calls import add_call
 from kvpass.graph.orders import inverse, is_order, order_node, order_value
 from kvpass.graph.pattern import op_name
 from kvpass.graph.reads import changes
@@ -211,14 +212,14 @@ class _Binder:
         if (static := node.meta.get("static")) is not None:
             self.statics.append(self._static_step(static))
         if past is None:
-            state = self._call(ops.pack.default, new, str(self._stored(node)))
+            state = add_call(self.graph, ops.pack.default, new, str(self._stored(node)))
             self.state[node] = [
                 self._with_example(self.graph.call_function(operator.getitem, (state, i)), value)
                 for i, value in enumerate(state.meta["example_value"])
             ]
             return
         assert isinstance(past, Node)
-        self._call(ops.append.default, self.state[past], new, plan)
+        add_call(self.graph, ops.append.default, self.state[past], new, plan)
         self.state[node] = self.state[past]
 
     def _static_step(self, update: StaticUpdate) -> StaticStep:
@@ -247,7 +248,8 @@ class _Binder:
         assert isinstance(keys, Node)
         assert isinstance(values, Node)
         plans = (str(self.plans[keys]), str(self.plans[values]))
-        bound = self._call(
+        bound = add_call(
+            self.graph,
             ops.attention.default,
             q,
             self.state[keys],
@@ -259,22 +261,30 @@ class _Binder:
         )
         bound.meta = {**node.meta, "example_value": bound.meta["example_value"]}
         node.replace_all_uses_with(bound)
-        if (mask := node.meta.get("hidden_by")) is not None:
-            past = keys.args[0]
-            assert isinstance(past, Node)
-            self.masks[self.positions[past]] = self.positions[mask]
-        if (count := node.meta.get("counted_by")) is not None:
-            past = keys.args[0]
-            assert isinstance(past, Node)
-            self.counts.append((count, self.positions[past]))
+        mask, count = (node.meta.get(name) for name in ("hidden_by", "counted_by"))
+        if mask is not None:
+            self.masks[self._past(keys)] = self.positions[mask]
+        if count is not None:
+            self.counts.append((count, self._past(keys)))
+
+    def _past(self, packed: Node) -> int:
+        """The argument that an ``append`` extends."""
+        past = packed.args[0]
+        assert isinstance(past, Node)
+        return self.positions[past]
 
     def _unpack(self, node: Node) -> None:
         (packed,) = node.args
         assert isinstance(packed, Node)
         example = node.meta["example_value"]
         tokens = symbol_node(self.graph, example.shape[2])
-        bound = self._call(
-            ops.unpack.default, self.state[packed], tokens, str(self.plans[packed]), example.dtype
+        bound = add_call(
+            self.graph,
+            ops.unpack.default,
+            self.state[packed],
+            tokens,
+            str(self.plans[packed]),
+            example.dtype,
         )
         order = self._order(packed) if node.target is logical.unpack else None
         if order is not None:
@@ -326,12 +336,6 @@ class _Binder:
             derived_source(self.graph, last)
             node.replace_all_uses_with(last)
             self.graph.erase_node(node)
-
-    def _call(self, target: Callable[..., Any], *args: Any) -> Node:
-        """A call with its example value, found by running it on the arguments' examples."""
-        node = self.graph.call_function(target, args)
-        values = map_arg(args, lambda n: n.meta["example_value"])
-        return self._with_example(node, target(*values))
 
     @staticmethod
     def _with_example(node: Node, value: Any) -> Node:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from kvpass._torch import same_size
+from kvpass._torch import same_shape
 from kvpass.graph.pattern import Captures, Miss, Step, argument, mutates, op_name
 
 # What hands on its input, or may.
@@ -55,15 +55,11 @@ def _step_miss(step: Step, before: Any, after: Any, read: Read) -> str | None:
         if not _repeats_heads(step.node, old, new):
             return "heads are not repeated one by one"
         read.heads = new[1]
-    elif step.name == "view" and not _same(old, new):
-        if len(old) != 4 or len(new) != 3 or not _same(old[2:], new[1:]):
+    elif step.name == "view" and not same_shape(old, new):
+        if len(old) != 4 or len(new) != 3 or not same_shape(old[2:], new[1:]):
             return "the view does more than join batch and heads"
         read.merged = True
     return None
-
-
-def _same(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    return len(old) == len(new) and all(map(same_size, old, new))
 
 
 def _swaps_last_two(node: Node, dims: int) -> bool:
@@ -79,7 +75,7 @@ def _swaps_last_two(node: Node, dims: int) -> bool:
 
 def _repeats_heads(node: Node, old: Sequence[Any], new: Sequence[Any]) -> bool:
     """Whether query head ``i`` reads KV head ``i // groups``."""
-    if len(old) != 4 or len(new) != 4 or not _same([old[0], *old[2:]], [new[0], *new[2:]]):
+    if len(old) != 4 or len(new) != 4 or not same_shape([old[0], *old[2:]], [new[0], *new[2:]]):
         return False
     if op_name(node) == "repeat_interleave":
         repeats = argument(node, "repeats")

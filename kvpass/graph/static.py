@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from kvpass._torch import same_size
 from kvpass.cache.packed import PackedKV
 from kvpass.graph.pattern import Miss, argument, op_name
-from kvpass.graph.updates import is_cache_tensor, last_tokens
+from kvpass.graph.updates import is_cache_tensor, last_tokens, size_of, token_slice
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,9 @@ def _window_update(write: Node) -> StaticUpdate | Miss | None:
         found = StaticUpdate(write, buffer, None, source, room, reads=(source,), dead=(content,))
     elif kind == "packed" and last == room and op_name(source) != "cat":
         # The same after a reset.
-        found = StaticUpdate(write, buffer, buffer, source, room, filled=0, reads=(source,))
-        found = replace(found, dead=(content,))
+        found = StaticUpdate(
+            write, buffer, buffer, source, room, filled=0, reads=(source,), dead=(content,)
+        )
     elif kind != "born" and op_name(content) == "roll":
         found = _rolled(write, buffer, content, room)
     elif kind != "born" and last == room and op_name(source) == "cat":
@@ -163,28 +164,20 @@ def _joined(
     parts = argument(joined, "tensors")
     dim = argument(joined, "dim")
     miss = Miss("the static buffer is joined with new tokens in an unknown way", write)
-    if dim not in (2, -2) or len(parts) != 2 or op_name(parts[0]) != "getitem":
+    if dim not in (2, -2) or len(parts) != 2:
         return miss
     old, new = parts
-    index = old.args[1]
-    if old.args[0] is not buffer or not isinstance(index, tuple) or len(index) < 3:
+    tokens = token_slice(old)
+    if tokens is None or old.args[0] is not buffer:
         return miss
-    tokens, rest = index[2], [*index[:2], *index[3:]]
-    if not isinstance(tokens, slice) or tokens.step is not None:
+    # All but the oldest of a full window, or as many as are written.
+    filled = size_of(tokens.stop) if tokens.start is None else None
+    filled = room if (tokens.start, tokens.stop) == (1, None) else filled
+    if filled is None:
         return miss
-    if any(part != slice(None) for part in rest):
-        return miss
-    dead = (content,)
-    if (tokens.start, tokens.stop) == (1, None):
-        return StaticUpdate(
-            write, buffer, buffer, new, room, filled=room, reads=(joined,), dead=dead
-        )
-    stop = tokens.stop.meta["example_value"] if isinstance(tokens.stop, Node) else tokens.stop
-    if tokens.start is None and isinstance(stop, int | torch.SymInt):
-        return StaticUpdate(
-            write, buffer, buffer, new, room, filled=stop, reads=(joined,), dead=dead
-        )
-    return miss
+    return StaticUpdate(
+        write, buffer, buffer, new, room, filled=filled, reads=(joined,), dead=(content,)
+    )
 
 
 def _counter(positions: Node, count: int | torch.SymInt) -> Node | None:
@@ -207,13 +200,8 @@ def _counter(positions: Node, count: int | torch.SymInt) -> Node | None:
 
 def _is_first(node: Node, count: int | torch.SymInt) -> bool:
     """Whether ``node`` is ``x[:, :, :count, :]``."""
-    if op_name(node) != "getitem" or not isinstance(index := node.args[1], tuple):
+    tokens = token_slice(node)
+    if tokens is None or tokens.start is not None:
         return False
-    parts: list[Any] = list(index)
-    if len(parts) < 3 or not all(isinstance(part, slice) for part in parts):
-        return False
-    last, every = parts[2].stop, slice(None)
-    if parts != [every, every, slice(last), *[every] * (len(parts) - 3)]:
-        return False
-    stop = last.meta["example_value"] if isinstance(last, Node) else last
-    return isinstance(stop, int | torch.SymInt) and same_size(stop, count)
+    stop = size_of(tokens.stop)
+    return stop is not None and same_size(stop, count)

@@ -76,16 +76,29 @@ def recorded(update: CacheUpdate) -> tuple[CacheUpdate, list[Node]]:
 
 def last_tokens(node: Node) -> int | torch.SymInt | None:
     """``n`` if ``node`` is ``x[:, :, -n:, :]``."""
+    tokens = token_slice(node)
+    if tokens is None or tokens.stop is not None:
+        return None
+    start = size_of(tokens.start)
+    return -start if start is not None and start < 0 else None
+
+
+def token_slice(node: Node) -> slice | None:
+    """``s`` if ``node`` is ``x[:, :, s, :]``, in steps of one."""
     if op_name(node) != "getitem" or not isinstance(index := node.args[1], tuple):
         return None
     parts: list[Any] = list(index)
     if len(parts) < 3 or not all(isinstance(part, slice) for part in parts):
         return None
-    first, every = parts[2].start, slice(None)
-    if parts != [every, every, slice(first, None), *[every] * (len(parts) - 3)]:
-        return None
-    start = first.meta["example_value"] if isinstance(first, Node) else first
-    return -start if isinstance(start, int | torch.SymInt) and start < 0 else None
+    others = [*parts[:2], *parts[3:]]
+    tokens: slice = parts[2]
+    return tokens if tokens.step is None and others == [slice(None)] * len(others) else None
+
+
+def size_of(value: Any) -> int | torch.SymInt | None:
+    """The number that ``value`` is, or that the node stands for; None if it is none."""
+    number = value.meta["example_value"] if isinstance(value, Node) else value
+    return number if isinstance(number, int | torch.SymInt) else None
 
 
 def _cat_update(node: Any) -> CacheUpdate | None:

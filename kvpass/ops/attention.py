@@ -113,6 +113,18 @@ def _capped(
 ) -> Tensor:
     """What SDPA has no arguments for; in float32."""
     scores = rows.float() @ k.float().transpose(2, 3) * scale
+    return (attention_weights(scores, mask, softcap, sinks) @ v.float()).to(rows.dtype)
+
+
+def attention_weights(
+    scores: Tensor, mask: Tensor | None, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Softmax of scores ``[B, H, rows, T]``, which are capped and masked before.
+
+    ``mask``: bool (True is visible) or additive; ``sinks``: one more score ``[B, H, rows, 1]`` for
+    each row, which takes weight. See `attention`.
+    """
+    tokens = scores.shape[3]
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
@@ -120,8 +132,7 @@ def _capped(
         scores = scores.masked_fill(~mask, -torch.inf) if hidden else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores)], dim=3)
-    weights = torch.softmax(scores, dim=3)[..., : k.shape[2]]
-    return (weights @ v.float()).to(rows.dtype)
+    return torch.softmax(scores, dim=3)[..., :tokens]
 
 
 def mask_rows(mask: Tensor, kv_heads: int, groups: int, n: int) -> Tensor:

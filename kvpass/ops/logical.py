@@ -40,11 +40,8 @@ def append(
         p, tokens = TensorPlan.parse(plan), new.shape[2]
         stored = replace(p, keep=None) if whole else p
         state = torch.ops.kvpass.pack.default(new, str(stored))
-        written = tokens - stored.skipped(tokens)
         kept = None if order is None else ChannelOrder.of(order)
-        packed = PackedKV(state, p, stored.logical(tokens), new.dtype, written=written, order=kept)
-        packed.mark_dynamic()
-        return packed
+        return PackedKV.of_prompt(state, p, tokens, new.dtype, kept, stored)
     if past.plan.room is not None:
         torch.ops.kvpass.append.default(past.state, new, plan)
         past.written += new.shape[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpass.cache.filters import empty_kept, keep
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops.library import define
 
@@ -18,7 +19,9 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
         The tensors that `TensorPlan.state_names` names: codes ``[B, H, C, W]`` (int16 words, or
         the model's dtype and ``W = D`` for the identity), params int32 or int16 (see
         `kvpass.cache.codec`), window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token
-        ``t``, sinks ``[B, H, S, D]``, the first ``S`` tokens where the plan has sinks, and ends,
+        ``t``, sinks ``[B, H, S, D]``, the first ``S`` tokens where the plan has sinks, kept
+        ``[B, H, N, D]`` and places, int32 ``[B, H, N]``, exact tokens and their positions (-1:
+        none) where it has a filter, and ends,
         int32 ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
         ``ends[i-1] ... ends[i]``, packed token ``t`` at slot ``(t - S) % C`` (``t - S`` itself,
         unless a window slides).
@@ -29,9 +32,12 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
     if codec.identity:
         return [new.new_empty((b, h, c, d)), ends]
     codes = new.new_empty((b, h, c, codec.words(d)), dtype=torch.int16)
-    shape = (b, h, c // codec.group, d) if codec.axis == "channel" else (b, h, d // codec.group, c)
+    shape = codec.groups.shape(b, h, c, d)
+    shape = shape if codec.axis == "channel" else (*shape[:2], shape[3], shape[2])
     params = new.new_empty(shape, dtype=codec.param_dtype)
     exact = [new.new_empty((b, h, slots, d)) for slots in (plan.ring, plan.sinks) if slots]
+    if plan.kept:
+        exact += empty_kept(new, plan.kept)
     return [codes, params, *exact, ends]
 
 
@@ -67,6 +73,8 @@ def write_packed(state: list[Tensor], plan: TensorPlan, start: int, x: Tensor) -
             state[1][:, :, slot // g : (slot + n) // g] = params
         else:
             state[1][:, :, :, slot : slot + n] = params
+    if plan.residency.filter is not None:
+        keep(state[-3], state[-2], plan.residency.filter, start, x)
 
 
 def fill_sinks(state: list[Tensor], plan: TensorPlan, total: int, new: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpass.cache.filters import restored
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops.append import read_window, row_ends
 from kvpass.ops.library import define
@@ -51,7 +52,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
 def read_packed(
     state: list[Tensor], plan: TensorPlan, first: int, end: int, dtype: torch.dtype
 ) -> Tensor:
-    """Packed tokens ``first ... end``, decoded."""
+    """Packed tokens ``first ... end``, decoded, or exact where a filter has kept them."""
     codes, codec = state[0], plan.codec
     g, parts = codec.token_group, []
     first, end = first - plan.sinks, end - plan.sinks
@@ -67,7 +68,8 @@ def read_packed(
         else:
             params = state[1][..., slot : slot + n]
         parts.append(codec.decode(words, params, dtype))
-    return torch.cat(parts, dim=2)[:, :, first - start :]
+    out = torch.cat(parts, dim=2)[:, :, first - start :]
+    return restored(out, first + plan.sinks, state[-3], state[-2]) if plan.kept else out
 
 
 def unpack_fake(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:

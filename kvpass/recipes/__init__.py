@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,12 +12,15 @@ from kvpass.plan import Plan
 from kvpass.recipes.base import Recipe as Recipe
 from kvpass.recipes.fp import Fp as Fp
 from kvpass.recipes.kivi import Kivi as Kivi
+from kvpass.recipes.skvq import Skvq as Skvq
 
 DEFAULT = "kivi-4bit"
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "fp": Fp,
     "kivi-4bit": lambda: Kivi(bits=4),
     "kivi-2bit": lambda: Kivi(bits=2),
+    "skvq-k2v2": Skvq,
+    "skvq-k2v1.5": lambda: Skvq(value_bits=1.5),
 }
 
 
@@ -49,8 +53,19 @@ def written_recipe(text: str) -> Recipe:
             raise OptionError(
                 f"Recipe {text!r} cannot be read; allowed: e.g. 'kivi-2bit,group=64'."
             )
-        overrides[field] = int(value) if value.lstrip("-").isdigit() else value
+        overrides[field] = _value(value)
     return recipe(name, **overrides)
+
+
+def _value(text: str) -> Any:
+    """A whole number, another number, true, false, none, or the text itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text
 
 
 def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpass.cache.residency import TensorPlan
+from kvpass.calibration.seen import Pass
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -41,13 +42,32 @@ class Recipe(ABC):
         """
         return self.layer_plan(path, dim, dim).unknown(path, dim)
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs to see texts: its plans are made by `kvpass.calibrate`."""
+        return False
+
+    def fit(self, run: Pass, seed: int) -> Plan:
+        """The plan of a calibrated recipe: its layers by their paths, and a default for cache
+        tensors that no known attention reads.
+
+        Args:
+            run: runs the model over the texts once, an observer looking on; as often as wanted.
+            seed: of whatever is drawn.
+        """
+        raise NotImplementedError
+
     def concern(self, query_heads: int, kv_heads: int) -> str | None:
         """Why this recipe may lose accuracy on a layer with these heads, or None."""
         return None
 
     def plan(self, config: Any) -> Plan:
         """The plan for a model with this transformers config: uniform over the layers, unless the
-        config gives layers head dimensions of their own."""
+        config gives layers head dimensions of their own.
+
+        Raises:
+            PlanError: if the options do not fit the model, or the recipe is calibrated.
+        """
         text = config.get_text_config(decoder=True)
         if getattr(text, "is_heterogeneous", False):
             dims = [_head_dim(layer) for layer in text.per_layer_config]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from kvpass._torch import symbol_positions
 from kvpass.graph.bind import unknown_readers
+from kvpass.graph.calls import add_call, four_dimensional
 from kvpass.graph.forms import AttentionSite
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.graph.scores import MaskStep
@@ -85,7 +83,7 @@ class FuseAttention(Rule):
         """See the comment above the class."""
         site: AttentionSite = found["site"]
         with context.graph.inserting_before(node):
-            fused = _fused(context.graph, site, found["keys"], found["values"])
+            fused = attention_call(context.graph, site, found["keys"], found["values"])
         fused.meta = {**node.meta}
         hidden_by = found["hidden_by"]
         if hidden_by is not None and hidden_by.op == "placeholder":
@@ -129,12 +127,13 @@ def _hider(
     return None, None
 
 
-def _fused(graph: Graph, site: AttentionSite, keys: Node, values: Node) -> Node:
+def attention_call(graph: Graph, site: AttentionSite, keys: Node, values: Node) -> Node:
+    """The attention ``site`` over ``keys`` and ``values``, where nodes are inserted now."""
     q, sinks = site.q, site.sinks
     if q.meta["example_value"].dim() == 3:
-        q = _call(graph, torch.unflatten, q, 0, (-1, site.heads))
+        q = add_call(graph, torch.unflatten, q, 0, (-1, site.heads))
     if sinks is not None:
-        sinks = _call(graph, torch.flatten, sinks)
+        sinks = add_call(graph, torch.flatten, sinks)
     mask = site.mask if site.mask is not None else _mask(graph, site)
     arguments = (q, keys, values, mask, site.scale, sinks, False, 0, site.softcap)
     plain = sinks is None and not site.softcap
@@ -146,11 +145,14 @@ def _mask(graph: Graph, site: AttentionSite) -> Node | None:
     mask: Node | None = None
     for step in site.mask_steps:
         if step.kind == "mul" and mask is not None:
-            mask = _call(graph, operator.mul, mask, step.fill)
+            mask = add_call(graph, operator.mul, mask, step.fill)
         elif step.kind == "floor" and mask is not None:
-            mask = _call(graph, torch.clamp, mask, step.fill)
+            mask = add_call(graph, torch.clamp, mask, step.fill)
         elif step.by is not None:
-            by = _four_dimensional(graph, step.by, step.joined, site.heads)
+            if step.joined:
+                by = add_call(graph, torch.unflatten, step.by, 0, (-1, site.heads))
+            else:
+                by = four_dimensional(step.by)
             mask = _masked(graph, mask, by, step, alone=len(site.mask_steps) == 1)
     return mask
 
@@ -158,37 +160,17 @@ def _mask(graph: Graph, site: AttentionSite) -> Node | None:
 def _masked(graph: Graph, mask: Node | None, by: Node, step: MaskStep, alone: bool) -> Node:
     """``mask`` (zeros if None) with ``by`` added, or hidden or shown where it says so."""
     if step.kind == "add":
-        return by if mask is None else _call(graph, operator.add, mask, by)
+        return by if mask is None else add_call(graph, operator.add, mask, by)
     if alone and step.fill == -torch.inf:
         # Rows that are hidden as a whole are NaN in either form.
-        return by if step.kind == "show" else _call(graph, torch.logical_not, by)
+        return by if step.kind == "show" else add_call(graph, torch.logical_not, by)
     if mask is None:
-        mask = _call(graph, "new_zeros", by, (), dtype=step.dtype)
+        mask = add_call(graph, "new_zeros", by, (), dtype=step.dtype)
     elif mask.meta["example_value"].dtype != step.dtype:
-        mask = _call(graph, "to", mask, step.dtype)
-    low = _call(graph, "new_full", by, (), step.fill, dtype=step.dtype)
+        mask = add_call(graph, "to", mask, step.dtype)
+    low = add_call(graph, "new_full", by, (), step.fill, dtype=step.dtype)
     shown = (mask, low) if step.kind == "show" else (low, mask)
-    return _call(graph, torch.where, by, *shown)
-
-
-def _four_dimensional(graph: Graph, x: Node, joined: bool, heads: int) -> Node:
-    if joined:
-        return _call(graph, torch.unflatten, x, 0, (-1, heads))
-    missing = 4 - x.meta["example_value"].dim()
-    return _call(graph, operator.getitem, x, (None,) * missing) if missing else x
-
-
-def _call(graph: Graph, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
-    """A call with its example value, found by running it on the arguments' examples. ``target`` is
-    a function or the name of a tensor's method."""
-    values = map_arg(args, lambda n: n.meta["example_value"])
-    if isinstance(target, str):
-        node = graph.call_method(target, args, kwargs)
-        node.meta["example_value"] = getattr(values[0], target)(*values[1:], **kwargs)
-    else:
-        node = graph.call_function(target, args, kwargs)
-        node.meta["example_value"] = target(*values, **kwargs)
-    return node
+    return add_call(graph, torch.where, by, *shown)
 
 
 def erase_unread(node: Node) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
+from kvpass.graph.calls import add_call, four_dimensional
 from kvpass.graph.indices import operation
 from kvpass.graph.masks import Bounds
 from kvpass.graph.pattern import Captures, Miss
@@ -70,24 +66,15 @@ def _rest(mask: Node, bounds: Bounds, context: Context) -> Node | None:
             parts = [_part(part, negated) for part, negated in bounds.rest]
             whole = parts[0]
             for part in parts[1:]:
-                whole = _call(torch.logical_and, whole, part)
+                whole = add_call(context.graph, torch.logical_and, whole, part)
         built[key] = whole
     return built.get(key)
 
 
 def _part(node: Node, negated: bool) -> Node:
     """``node``, or its complement, with four dimensions."""
-    missing = 4 - node.meta["example_value"].dim()
-    if missing:
-        node = _call(operator.getitem, node, (None,) * missing)
-    return _call(torch.logical_not, node) if negated else node
-
-
-def _call(target: Callable[..., Any], first: Node, *others: Any) -> Node:
-    """A call with its example value, found by running it on the arguments' examples."""
-    node = first.graph.call_function(target, (first, *others))
-    node.meta["example_value"] = target(*map_arg(node.args, lambda n: n.meta["example_value"]))
-    return node
+    node = four_dimensional(node)
+    return add_call(node.graph, torch.logical_not, node) if negated else node
 
 
 def erase_unread(node: Node) -> None:

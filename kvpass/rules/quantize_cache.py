@@ -74,7 +74,7 @@ class QuantizeCache(Rule):
                 node.replace_all_uses_with(update.new)
                 context.graph.erase_node(node)
         context.packed[node] = packed
-        return f"{found['role']} {plan}"
+        return f"{found['role']} {plan.brief()}"
 
 
 def _slide(packed: Node, update: CacheUpdate, context: Context) -> Node:

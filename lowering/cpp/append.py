@@ -9,7 +9,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import MAX_STEP
 from kvpass.errors import KernelError
 from lowering.cpp.constants import (
     clip_argument,
@@ -31,19 +30,15 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
         return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
     return (
         decline_device(new)
-        or decline_plan(plan)
+        or decline_plan(plan, int(new.shape[3]))
         or decline_gaps(state, plan)
-        or decline_compiler("append", **_parameters(plan, int(new.shape[3]), new.dtype))
+        or decline_compiler("append", **tensor_parameters(plan, int(new.shape[3]), new.dtype))
     )
-
-
-def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
-    return tensor_parameters(plan, dim, dtype, encodes=True) | {"max_step": MAX_STEP}
 
 
 @cache
 def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], int]:
-    return load_function("append", **_parameters(plan, dim, dtype))
+    return load_function("append", **tensor_parameters(plan, dim, dtype))
 
 
 def append(state: list[Tensor], new: Tensor, plan: str) -> None:
@@ -61,7 +56,7 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, torch.get_num_threads(),
         )
-        + clip_argument(plan)
+        + clip_argument(plan, heads, dim)
         + sinks_argument(state)
     )  # fmt: skip
     if room >= 0:

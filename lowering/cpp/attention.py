@@ -23,8 +23,11 @@ from lowering.layouts import decline_formats, decline_gaps, exact_tokens
 
 # Polynomial for 2 ** x on [-0.5, 0.5], highest power first: least squares of the relative error.
 _EXP2 = (0.0013266971, 0.00967546, 0.055507425, 0.24022122, 0.69314694, 1.0000001)
-# Query rows of a pass: their sums, and those of the tokens beside them, fill the registers.
-_MOST_ROWS = 4
+# Query rows whose sums, and those of the tokens beside them, fill the registers. For more of them
+# tokens are decoded first, and rows fill vectors: of 8 numbers for so many rows, else of any size.
+_FEW_ROWS = 4
+_VECTOR_ROWS = 8
+_MANY_ROWS = 16
 _FEWEST_LANES = 4
 _ARGUMENTS = struct.Struct("12P19q2d")
 _KINDS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
@@ -53,13 +56,11 @@ def supports(
     if mask is not None and mask.dtype not in _KINDS:
         return f"the mask is {mask.dtype}"
     k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
-    if reason := decline_plan(k_plan) or decline_plan(v_plan):
+    if reason := decline_plan(k_plan, k_dim) or decline_plan(v_plan, v_dim):
         return reason
-    parsed = [TensorPlan.parse(plan) for plan in (k_plan, v_plan)]
-    if len({p.sinks for p in parsed if not p.codec.identity}) > 1:
-        return f"keys {k_plan} and values {v_plan} do not have the same sinks"
+    rows = _rows(q, k)
     for plan, dim in ((k_plan, k_dim), (v_plan, v_dim)):
-        if reason := constants_of(plan, dim).misfit(_lanes(k_plan, v_plan, k_dim, v_dim)):
+        if reason := constants_of(plan, dim).misfit(_lanes(k_plan, v_plan, k_dim, v_dim, rows)):
             return reason
     return (
         decline_device(q)
@@ -67,23 +68,30 @@ def supports(
         or decline_gaps(values, v_plan)
         or decline_compiler(
             "attention",
-            **_parameters(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k)),
+            **_parameters(k_plan, v_plan, k_dim, v_dim, q.dtype, rows),
         )
     )
 
 
 def _rows(q: Tensor, k: Tensor) -> int:
-    """Query rows of a pass: 1 and 2 if no more share a KV head, which leaves room for tokens."""
+    """Query rows that a function is made for, no fewer than share a KV head; `_MANY_ROWS`: any
+    number. 1 and 2 leave room for tokens."""
     rows: int | torch.SymInt = q.shape[1] // k.shape[1] * q.shape[2]
     # A question to a symbol would guard the graph on its answer.
-    return rows if isinstance(rows, int) and rows in (1, 2) else _MOST_ROWS
+    if not isinstance(rows, int):
+        return _FEW_ROWS
+    sizes = (1, 2, _FEW_ROWS, _VECTOR_ROWS)
+    return next((size for size in sizes if rows <= size), _MANY_ROWS)
 
 
-def _lanes(k_plan: str, v_plan: str, k_dim: int, v_dim: int) -> int:
-    """Vectors no wider than a token's words, or most of each would be padding."""
-    words = min(constants_of(k_plan, k_dim).words, constants_of(v_plan, v_dim).words)
+def _lanes(k_plan: str, v_plan: str, k_dim: int, v_dim: int, rows: int) -> int:
+    """Vectors no wider than a plane of words, or than the rows that fill them: they would be mostly
+    padding."""
     lanes = native_lanes()
-    while lanes > max(words, _FEWEST_LANES):
+    if rows > _FEW_ROWS:
+        return min(lanes, rows)
+    width = min(constants_of(k_plan, k_dim).width, constants_of(v_plan, v_dim).width)
+    while lanes > max(width, _FEWEST_LANES):
         lanes //= 2
     return lanes
 
@@ -92,13 +100,13 @@ def _parameters(
     k_plan: str, v_plan: str, k_dim: int, v_dim: int, dtype: torch.dtype, rows: int
 ) -> dict[str, object]:
     return {
-        "lanes": _lanes(k_plan, v_plan, k_dim, v_dim),
+        "lanes": _lanes(k_plan, v_plan, k_dim, v_dim, rows),
         # Half of the registers hold sums; wide vectors come with twice as many registers.
         "sums": 16 if native_lanes() == 16 else 8,
         "dtype": DTYPES[dtype],
         "k": constants_of(k_plan, k_dim),
         "v": constants_of(v_plan, v_dim),
-        "rows": rows,
+        "rows": rows if rows <= _FEW_ROWS else 0,
         "exp2": _EXP2,
     }
 

@@ -11,39 +11,13 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
-from lowering.layouts import interpreted, unbounded
+from lowering.layouts import decline_filter, decline_groups, interpreted, unbounded
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-@dataclass(frozen=True)
-class Part:
-    """Words that hold some bits of every code of a token.
-
-    Attributes:
-        bits: of each code.
-        shift: place in the code of the lowest of them.
-        name: of the part's namespace; empty where it is the only one.
-    """
-
-    bits: int
-    shift: int = 0
-    name: str = ""
-
-    @property
-    def mask(self) -> int:
-        """Its bits, shifted down."""
-        return (1 << self.bits) - 1
-
-    @property
-    def scope(self) -> str:
-        """What stands before the names of its namespace."""
-        return self.name and f"{self.name}::"
-
-    @property
-    def prefix(self) -> str:
-        """What stands before the names of its members."""
-        return self.name and f"{self.name}_"
+# Planes and C++ formats of words that do not hold one run of bits per code, by the bits of a code.
+_FORMATS = {1.5: (10, "Trits"), 3: (16, "ThreeBits")}
 
 
 @dataclass(frozen=True)
@@ -54,7 +28,7 @@ class Constants:
         name: the printed plan, without how many tokens it keeps or has room for, and without the
             factor of clipping: kernels are told at run time.
         dim: channels of a head.
-        bits: of the place of a code in its words; 16 for tokens stored as they are.
+        bits: of a code in its words; 1.5 for base 3, 16 for tokens stored as they are.
         group: tokens or channels that share a scale; 0 for 16 bits.
         by_token: groups are channels of one token, not tokens of one channel.
         window, flush: see `kvpass.cache.residency.Residency`.
@@ -64,11 +38,12 @@ class Constants:
         fp8: scales and minima are fp8-e4m3, not half.
         clipped: the ends of groups are multiplied by a factor.
         sinks: first tokens that are stored as they are, beside the window.
+        pairs: a group of channels is two runs, half a head apart.
     """
 
     name: str
     dim: int
-    bits: int
+    bits: float
     group: int
     by_token: bool
     window: int
@@ -80,18 +55,12 @@ class Constants:
     fp8: bool = field(default=False, repr=False)
     clipped: bool = field(default=False, repr=False)
     sinks: int = field(default=0, repr=False)
+    pairs: bool = field(default=False, repr=False)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """In the order of their words, see `kvpass.cache.words`; none for 16 bits."""
-        if self.bits == 3:
-            return Part(2, 0, "low"), Part(1, 2, "high")
-        return (Part(self.bits),) if self.packed else ()
-
-    @property
-    def stride(self) -> str:
-        """The words of a token, where there is one cache tensor."""
-        return "TOKEN_WORDS" if self.bits == 3 else "Code::WORDS"
+    def format(self) -> str:
+        """How codes lie in words, by its name in C++."""
+        return _FORMATS[self.bits][1] if self.bits in _FORMATS else f"Bits<{self.bits}>"
 
     @property
     def param(self) -> str:
@@ -109,31 +78,37 @@ class Constants:
         return "widen_fp8" if self.fp8 else "widen_half"
 
     @property
+    def period(self) -> int:
+        """Channels after which groups of channels begin again."""
+        return self.dim // 2 if self.pairs else self.dim
+
+    @property
+    def run(self) -> int:
+        """Channels of a group that lie side by side."""
+        return self.group // 2 if self.pairs else self.group
+
+    @property
     def packed(self) -> bool:
         """Tokens are stored as codes."""
         return self.bits != 16
 
     @property
-    def words(self) -> int:
-        """Numbers of one token that lie side by side: 16-bit words of a plane, or channels."""
-        return self.dim * (self.parts[0].bits if self.packed else 16) // 16
+    def width(self) -> int:
+        """Channels of a plane, whose codes lie side by side; at 16 bits all of them."""
+        if not self.packed:
+            return self.dim
+        planes = _FORMATS[self.bits][0] if self.bits in _FORMATS else 16 // int(self.bits)
+        return -(-self.dim // planes)
 
     def misfit(self, lanes: int) -> str | None:
         """Why vectors of ``lanes`` numbers cannot work on these groups, or None."""
-        if not (self.packed and self.by_token):
-            return None
-        if any(self._misfit(lanes, self.dim * part.bits // 16) for part in self.parts):
-            return f"groups of {self.group} channels are too small for {lanes} lanes"
+        if self.packed and self.by_token:
+            for plane in range(0, self.dim, self.width):
+                for first in range(plane, plane + self.width, lanes):
+                    last = min(first + lanes, plane + self.width) - 1
+                    if last // self.run - first // self.run > 1:
+                        return f"groups of {self.group} channels are too small for {lanes} lanes"
         return None
-
-    def _misfit(self, lanes: int, words: int) -> bool:
-        """A vector of channels in planes of ``words`` channels lies in more than two groups."""
-        for first in range(0, words, lanes):
-            last = min(first + lanes, words) - 1
-            for plane in range(0, self.dim, words):
-                if (plane + last) // self.group - (plane + first) // self.group > 1:
-                    return True
-        return False
 
 
 @cache
@@ -144,24 +119,38 @@ def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
     codec, residency = p.codec, p.residency
     name = str(unbounded(replace(p, codec=replace(codec, clip=1.0))))
     return Constants(
-        name, dim, int(codec.word_bits), codec.group, codec.axis == "token",
+        name, dim, codec.word_bits, codec.group, codec.axis == "token",
         residency.window, residency.flush, p.ring, p.keep is not None,
-        codec.levels, codec.params == "fp8", encodes and codec.clip != 1, p.sinks,
+        codec.levels, codec.params == "fp8", encodes and codec.clip != 1, p.sinks, codec.pairs,
     )  # fmt: skip
 
 
-def decline_plan(plan: str) -> str | None:
-    """Why C++ cannot work on tokens stored so, or None."""
-    p = TensorPlan.parse(plan)
-    if p.codec.word_bits == 1.5:
-        return f"base 3 of {p.codec} is not supported; C++ takes its three levels in slots"
+def decline_plan(plan: str, dim: int) -> str | None:
+    """Why C++ cannot work on tokens of ``dim`` channels stored so, or None."""
+    if reason := decline_groups(TensorPlan.parse(plan).codec, dim) or decline_filter(plan):
+        return reason
+    constants = constants_of(plan, dim)
+    if constants.pairs and constants.period % constants.width:
+        return f"pairs of {plan} do not fill planes of {constants.width} channels"
     return None
 
 
-def clip_argument(plan: str) -> bytes:
-    """One of the last arguments of what encodes: the factor of clipping, where there is one."""
-    clip = TensorPlan.parse(plan).codec.clip
-    return b"" if clip == 1 else struct.pack("d", clip)
+def clip_argument(plan: str, heads: int, dim: int) -> bytes:
+    """One of the last arguments of what encodes: where the factors of clipping are, one for each
+    group of channels of ``heads`` of ``dim``, if there are any."""
+    factors = _clips(plan, heads, dim)
+    return b"" if factors is None else struct.pack("P", factors.data_ptr())
+
+
+@cache
+def _clips(plan: str, heads: int, dim: int) -> Tensor | None:
+    codec = TensorPlan.parse(plan).codec
+    if codec.clip == 1:
+        return None
+    count = heads * (dim // codec.group if codec.axis == "token" else 1)
+    each = codec.clip if isinstance(codec.clip, tuple) else (codec.clip,) * count
+    with torch.inference_mode(False):
+        return torch.tensor(each, dtype=torch.float32)
 
 
 def sinks_argument(state: Sequence[Tensor]) -> bytes:

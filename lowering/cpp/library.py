@@ -16,6 +16,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvpass._torch import cpp_problem, load_cpp
+from kvpass.cache.residency import MAX_STEP
 from lowering.codegen import write_source
 from lowering.cpp.constants import DTYPES, constants_of
 
@@ -23,6 +24,8 @@ _LANES = {"AVX512": 16, "AVX2": 8}
 _PLAIN_LANES = 4
 # Results must not depend on what is infinite or unseen; products may join additions.
 _FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
+# The templates of those ops that have not one of their own.
+_TEMPLATES = dict.fromkeys(("append", "pack", "unpack"), "tensor")
 log = logging.getLogger(__name__)
 
 
@@ -44,12 +47,15 @@ def _environment() -> Environment:
     )
 
 
-def tensor_parameters(
-    plan: str, dim: int, dtype: torch.dtype, encodes: bool = False
-) -> dict[str, Any]:
-    """The variables of a template that works on one cache tensor."""
-    constants = constants_of(plan, dim, encodes)
-    return {"lanes": native_lanes(), "dtype": DTYPES[dtype], "x": constants}
+def tensor_parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The variables of the template that works on one cache tensor."""
+    constants = constants_of(plan, dim, encodes=True)
+    return {
+        "lanes": native_lanes(),
+        "dtype": DTYPES[dtype],
+        "max_step": MAX_STEP,
+        "x": constants,
+    }
 
 
 def render(template: str, **parameters: Any) -> str:
@@ -61,35 +67,40 @@ def render(template: str, **parameters: Any) -> str:
 
 
 @cache
-def load_function(template: str, **parameters: Any) -> Callable[[bytes], Any]:
-    """The compiled function of ``template``, which takes its packed struct of arguments.
+def load_function(op: str, **parameters: Any) -> Callable[[bytes], Any]:
+    """The compiled function of an op, which takes its packed struct of arguments.
 
     Compiling takes a second or two the first time; the result is kept on disk.
 
     Args:
-        template: name of a template, equal to the op's and the function's.
-        parameters: the template's variables; hashable.
+        op: its name.
+        parameters: the variables of its template; hashable.
 
     Raises:
         Exception: Inductor's, if the source cannot be compiled.
     """
-    text = render(template, **parameters)
-    write_source(template, text, ".cpp")
-    function = getattr(load_cpp(text, _FLAGS), template)
+    function = getattr(_library(_TEMPLATES.get(op, op), **parameters), op)
     function.argtypes = [ctypes.c_char_p]
-    function.restype = ctypes.c_int64 if template == "append" else None
+    function.restype = ctypes.c_int64 if op == "append" else None
     return function  # type: ignore[no-any-return]
 
 
 @cache
-def decline_compiler(template: str, **parameters: Any) -> str | None:
-    """Compiles the function; why that is not possible, or None."""
+def _library(template: str, **parameters: Any) -> Any:
+    text = render(template, **parameters)
+    write_source(template, text, ".cpp")
+    return load_cpp(text, _FLAGS)
+
+
+@cache
+def decline_compiler(op: str, **parameters: Any) -> str | None:
+    """Compiles the function of an op; why that is not possible, or None."""
     try:
-        load_function(template, **parameters)
+        load_function(op, **parameters)
     except Exception as error:
         problem = cpp_problem(error)
         if problem is None:
             raise
-        log.debug("%s cannot be compiled", template, exc_info=error)
+        log.debug("%s cannot be compiled", op, exc_info=error)
         return problem
     return None

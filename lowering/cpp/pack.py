@@ -28,14 +28,14 @@ def supports(new: Tensor, plan: str) -> str | None:
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
     return (
         decline_device(new)
-        or decline_plan(plan)
+        or decline_plan(plan, int(new.shape[3]))
         or decline_compiler("pack", **_parameters(plan, int(new.shape[3]), new.dtype))
     )
 
 
 def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
     """Those of a plan that keeps all tokens: a first prompt has room for what is packed of it."""
-    return tensor_parameters(str(unbounded(TensorPlan.parse(plan))), dim, dtype, encodes=True)
+    return tensor_parameters(str(unbounded(TensorPlan.parse(plan))), dim, dtype)
 
 
 @cache
@@ -58,7 +58,7 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, packed, torch.get_num_threads(),
         )
-        + clip_argument(plan)
+        + clip_argument(plan, heads, dim)
         + sinks_argument(state)
     )  # fmt: skip
     return state

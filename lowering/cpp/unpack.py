@@ -24,7 +24,7 @@ def supports(
     return (
         decline_conversion(exact, dtype)
         or decline_device(exact)
-        or decline_plan(plan)
+        or decline_plan(plan, int(exact.shape[3]))
         or decline_gaps(state, plan)
         or decline_compiler("unpack", **tensor_parameters(plan, int(exact.shape[3]), dtype))
     )

@@ -346,15 +346,20 @@ def test_bits_that_are_not_allowed(bits):
     )
 
 
+CLIPS = (
+    ": a number above 0, at most 1, or per token a tuple of them, one for each group of all heads"
+)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("clip", 0, ": a number above 0, at most 1"),
-        ("clip", 1.01, ": a number above 0, at most 1"),
-        ("clip", -0.5, ": a number above 0, at most 1"),
-        ("clip", float("nan"), ": a number above 0, at most 1"),
-        ("clip", True, ": a number above 0, at most 1"),
-        ("clip", "0.9", ": a number above 0, at most 1"),
+        ("clip", 0, CLIPS),
+        ("clip", 1.01, CLIPS),
+        ("clip", -0.5, CLIPS),
+        ("clip", float("nan"), CLIPS),
+        ("clip", True, CLIPS),
+        ("clip", "0.9", CLIPS),
         ("params", "fp4", ": 'half', 'fp8'"),
         ("params", None, ": 'half', 'fp8'"),
         ("slots", True, ": False, and True at bits=1.5"),

@@ -111,7 +111,7 @@ def test_a_window_that_slides_has_no_sinks():
     assert str(plan.static(64)) == "int2.token8/window=8,flush=1/keep=63/room=64"
     with pytest.raises(PlanError) as caught:
         replace(plan, keep=100)
-    assert str(caught.value) == "sinks=5 cannot stay where only 100 tokens do."
+    assert str(caught.value) == "sinks=5 and kept=0 cannot stay where only 100 tokens do."
 
 
 @pytest.mark.parametrize(

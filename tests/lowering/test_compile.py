@@ -20,8 +20,8 @@ PRESETS = {
     "kivi-2bit": ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
     "kivi-4bit": ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
 }
-# Each head dimension and each generation once.
-TARGETS = [(64, 80), (128, 90)]
+# Each generation once. (Other head dimensions: below, and in test_tuning.py.)
+TARGETS = [(128, 80), (128, 90)]
 # The most that a thread can have.
 MOST_REGISTERS = 255
 
@@ -38,32 +38,54 @@ def launches(plans: tuple[str, str], head_dim: int, **variant: Any) -> list[Laun
         return layer_launches(*plans, **dims, heads_per_group=4, **variant)
 
 
-@pytest.mark.parametrize(("head_dim", "capability"), TARGETS)
-@pytest.mark.parametrize("sliding", [False, True], ids=["full", "sliding"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_preset_compiles_without_spills(preset, sliding, head_dim, capability, capsys):
-    plans = tuple(plan + KEEP if sliding else plan for plan in PRESETS[preset])
-    variant = VARIANT if sliding else {}
+def reports_without_spills(
+    plans: tuple[str, str], head_dim: int, capability: int, **variant: Any
+) -> list[inspection.KernelReport]:
+    """What a layer's kernels become; those of attention multiply on tensor cores."""
     reports = [
         inspection.inspect_launch(x, capability) for x in launches(plans, head_dim, **variant)
     ]
+    for report in reports:
+        assert not report.spills, report.name
+        assert report.registers <= MOST_REGISTERS
+        if report.name == "attention_split":
+            assert report.tensor_core_instructions > 0
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("preset", "sliding", "head_dim", "capability"),
+    [*((preset, False, *target) for preset in PRESETS for target in TARGETS),
+     ("kivi-2bit", True, 128, 90), ("fp", True, 64, 80)],
+)  # fmt: skip
+def test_preset_compiles_without_spills(preset, sliding, head_dim, capability, capsys):
+    plans = tuple(plan + KEEP if sliding else plan for plan in PRESETS[preset])
+    variant = VARIANT if sliding else {}
+    reports = reports_without_spills(plans, head_dim, capability, **variant)
     with capsys.disabled():
         for r in reports:
             print(f"\n{preset} D={head_dim} sm_{capability} {r.name}: {r.registers} registers, "
                   f"{r.shared} bytes shared", end="")  # fmt: skip
-    for report in reports:
-        assert not report.spills, report.name
-        assert report.registers <= MOST_REGISTERS
     split = next(r for r in reports if r.name == "attention_split")
-    assert split.tensor_core_instructions > 0
     assert not any(loop["I2F"] for loop in inspection.loops(split.sass))
     # A ring's first slot is found once, with a division, which goes through floats.
     assert sliding or split.instructions["I2F"] == 0
 
 
-@pytest.mark.parametrize("capability", inspection.CAPABILITIES)
-@pytest.mark.parametrize(("codec", "head_dim"), [
-    ("int2.channel128", 80), ("int4.token16", 80), ("int8.token32", 96), ("int8.channel64", 256),
+@pytest.mark.parametrize(("k", "v", "head_dim", "capability"), [
+    (
+        "int2.token64.fp8.clip0.9/sinks=5,window=128,flush=1",
+        "int1.5.token64.slots.fp8/sinks=5,window=128,flush=1", 64, 80,
+    ),
+    ("int3.channel32/window=0,flush=128", "int3.token32/window=128,flush=1", 128, 90),
+])  # fmt: skip
+def test_formats_of_no_preset_compile_without_spills(k, v, head_dim, capability):
+    reports_without_spills((k, v), head_dim, capability)
+
+
+@pytest.mark.parametrize(("codec", "head_dim", "capability"), [
+    ("int2.channel128", 80, 80), ("int4.token16", 80, 90), ("int8.token32", 96, 80),
+    ("int8.channel64", 256, 90),
 ])  # fmt: skip
 def test_unpack_compiles_without_spills(codec, head_dim, capability):
     """Pad lanes, a scale for each lane, and the widest tiles, in fp32."""

@@ -89,8 +89,8 @@ def test_a_filled_cache_goes_on_as_it_was_begun():
 
 
 def test_a_plan_that_does_not_fit_is_an_error():
-    bad = Plan(LayerPlan(values=recipe("kivi-2bit", group=32).layer_plan("*", 32, 32).values))
-    with pytest.raises(PlanError, match="group 32 does not divide head_dim 16"):
+    bad = Plan(LayerPlan(values=TensorPlan.parse("int2.token24/window=128,flush=1")))
+    with pytest.raises(PlanError, match="group 24 does not divide head_dim 16"):
         run(attend, [20], bad)
 
 

@@ -16,6 +16,20 @@ NAN_PARAMS = {torch.int32: 0x7E007E00, torch.int16: 0x7F7F}
 POISON_WORD = 0x5A5A
 
 
+# More arguments of attention with 8 query heads; each test adds its own.
+VARIANTS = {
+    "causal": {"causal": True},
+    "window": {"window": 100},
+    "causal-window": {"causal": True, "window": 37},
+    "window-of-one": {"causal": True, "window": 1},
+    "wide-window": {"causal": True, "window": 10**6},
+    "softcap": {"softcap": 4.0},
+    "sinks": {"sinks": torch.linspace(-3, 5, 8)},
+    "sinks-bf16": {"sinks": torch.linspace(-3, 5, 8).bfloat16()},
+    "sinks-fp64": {"sinks": torch.linspace(-3, 5, 8).double()},
+}
+
+
 def keys_like(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, seed: int = 0):
     """Random ``[B, H, T, D]`` whose channels have different ranges and offsets, as keys do."""
     g = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ from lowering.attention import attend, attention, supports
 from lowering.heuristics import attention_candidates, attention_sizes
 from lowering.launch import record_launches
 from lowering.layouts import layout_of
+from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
     dense_attention,
     keys_like,
@@ -118,6 +119,11 @@ FORMATS = [
     ("int8.token32", "int2.token32", 256, 256, 2),
     ("int4.channel32", "int4.token32", 128, 64, 4),
     ("fp", "int8.token128", 64, 256, 1),
+    ("int2.token64.fp8", "int1.5.token128.slots.fp8", 128, 128, 4),
+    ("int3.channel32", "int3.token32", 128, 128, 4),
+    ("int3.token64", "int3.token16", 64, 96, 12),
+    ("int1.channel64", "int1.token128", 128, 128, 8),
+    ("int4.channel32.fp8", "int4.token16.fp8", 80, 80, 2),
 ]
 
 
@@ -208,15 +214,7 @@ def test_masks(name):
 
 
 VARIANTS = {
-    "causal": {"causal": True},
-    "window": {"window": 100},
-    "causal-window": {"causal": True, "window": 37},
-    "window-of-one": {"causal": True, "window": 1},
-    "wide-window": {"causal": True, "window": 10**6},
-    "softcap": {"softcap": 4.0},
-    "sinks": {"sinks": torch.linspace(-3, 5, 8)},
-    "sinks-bf16": {"sinks": torch.linspace(-3, 5, 8).bfloat16()},
-    "sinks-fp64": {"sinks": torch.linspace(-3, 5, 8).double()},
+    **kernel_reference.VARIANTS,
     "all": {"sinks": torch.linspace(-3, 5, 8), "causal": True, "window": 350, "softcap": 8.0},
 }
 

@@ -50,6 +50,9 @@ def test_pack(plan, tokens):
 @pytest.mark.parametrize(("dim", "codec"), [
     (80, "int2.token16"), (80, "int4.token16"), (96, "int2.token32"), (112, "int2.channel32"),
     (112, "int8.token56"), (192, "int4.token48"), (256, "int8.token256"),
+    (64, "int1.5.token64.slots.fp8"), (64, "int4.channel32.fp8"), (80, "int4.channel16.clip0.7"),
+    (128, "int1.channel32"), (128, "int1.token128.fp8"), (128, "int3.token128"),
+    (80, "int3.token40"), (96, "int3.channel16"),
 ])  # fmt: skip
 def test_head_dims(dim, codec):
     """Among them groups of channels that divide no run of words."""
@@ -76,6 +79,23 @@ def test_pack_in_other_dtypes_and_head_dims(plan, dtype):
 def test_pack_of_a_transposed_view():
     x = keys_like(1, 150, 2, 64, torch.float16).transpose(1, 2)
     plan = "int4.channel32/window=0,flush=128"
+    assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
+
+
+def test_rounding_to_fp8():
+    """Numbers of fp8, what lies halfway to the next one, and the nearest fp32 on both sides."""
+    # Subnormals and the next exponent, some in the middle, the last.
+    bits = torch.tensor([*range(17), *range(60, 65), *range(123, 127)], dtype=torch.uint8)
+    numbers = bits.view(torch.float8_e4m3fn).float()
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    near = torch.cat([numbers, halfway, torch.tensor([449.0, 480.0, 1e30])])
+    near = torch.cat([near, near.nextafter(near - 1), near.nextafter(near + 1)])
+    near = torch.cat([near, -near[near != 0]]).unsqueeze(1)
+    # As the minimum of a constant group, as the scale of three levels, and both.
+    x = torch.zeros(1, 1, near.shape[0], 64)
+    x[..., :16] = x[..., 32:48] = near
+    x[..., 20:21] = x[..., 40:41] = 3 * near.abs()
+    plan = "int2.token16.fp8/window=0,flush=1"
     assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
+from kvpass.graph.calls import run_call
 from kvpass.graph.orders import permuted
 from kvpass.graph.pattern import Miss, argument, op_name
 from kvpass.graph.scores import number
@@ -118,16 +118,6 @@ def vector_permuted(node: Node, index: Tensor) -> Node:
     inner = vector_permuted(source, index)
     with node.graph.inserting_after(max(inner, node)):
         new = node.graph.node_copy(node, lambda n: inner if n is source else n)
-    new.meta = {**node.meta, "example_value": _run(new)}
-    return new
-
-
-def _run(node: Node) -> Any:
-    """What ``node`` makes of its arguments' example values."""
-    args: Any = map_arg(node.args, lambda n: n.meta["example_value"])
-    kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["example_value"])
-    target: Any = node.target
     with torch.no_grad():
-        if isinstance(target, str):
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+        new.meta = {**node.meta, "example_value": run_call(new)}
+    return new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass._torch import same_size
+from kvpass._torch import same_shape
 from kvpass.graph.orders import permuted
 from kvpass.graph.pattern import Miss, argument, op_name
+from kvpass.graph.reads import VIEWS
 from kvpass.rules.pushes.base import Moved, Push, alone, changed_miss, is_last, operands, shape_of
 from kvpass.rules.pushes.views import last_slice
 
@@ -60,6 +60,24 @@ class Rotary(Push):
         for node, table in zip(between[:2], tables, strict=True):
             node.replace_input_with(table, permuted(table, index, "stays"))
         return [] if moved is rotation.x else [moved]
+
+
+def rotations(x: Node) -> list[tuple[int, int, bool]]:
+    """The channels of ``x`` ``[..., D]`` that rotary embeddings turn: start, stop, and whether
+    their pairs are halves."""
+    if (found := _rotation(x)) is not None:
+        return [(0, int(shape_of(x)[-1]), found[1])]
+    if op_name(x) == "cat" and _joins_last(x):
+        parts, start = [], 0
+        for tensor in argument(x, "tensors"):
+            parts += [(start + i, start + j, halves) for i, j, halves in rotations(tensor)]
+            start += int(shape_of(tensor)[-1])
+        return parts
+    source = x.all_input_nodes[0] if op_name(x) in VIEWS else None
+    if source is None or not isinstance(source.meta["example_value"], Tensor):
+        return []
+    # As long as the number of channels stays, so do they.
+    return rotations(source) if shape_of(source)[-1] == shape_of(x)[-1] else []
 
 
 def keeps_halves(index: Tensor) -> bool:
@@ -113,7 +131,7 @@ def _turned(node: Any) -> tuple[Node, tuple[Node, ...], bool] | None:
         return None
     source: Node = first.args[0]
     channels = torch.arange(int(shape_of(source)[-1]))
-    if len(channels) % 2 or not _same(shape_of(node), shape_of(source)):
+    if len(channels) % 2 or not same_shape(shape_of(node), shape_of(source)):
         return None
     expected = channels.view(2, -1) if halves else channels.view(-1, 2).T
     places = [torch.tensor(list(p or ()), dtype=torch.int64) for p in parts]
@@ -121,10 +139,6 @@ def _turned(node: Any) -> tuple[Node, tuple[Node, ...], bool] | None:
         return None
     between = dict.fromkeys((node, joined, negated, first, second))
     return source, tuple(between), halves
-
-
-def _same(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    return len(old) == len(new) and all(map(same_size, old, new))
 
 
 def _joins_last(node: Node) -> bool:

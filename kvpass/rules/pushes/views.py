@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass._torch import same_size
+from kvpass._torch import same_shape
 from kvpass.graph.orders import (
     composed,
     embedded,
@@ -182,7 +182,7 @@ def _order_of_dims(node: Node) -> list[int] | None:
 
 def _through(joined: Sequence[Any], split: Sequence[Any], index: Tensor) -> Tensor | None:
     """The index on ``joined`` that does what ``index`` does on its view ``split``."""
-    if len(joined) == len(split) and all(map(same_size, joined, split)):
+    if same_shape(joined, split):
         return index
     channels = joined[-1]
     for count in range(1, len(split) + 1):

@@ -25,11 +25,16 @@ PLANS = (
     "int2.token16.fp8.clip0.92/window=7,flush=2",
     "int1.channel32.clip0.5/window=0,flush=64",
     "int1.5.channel24.slots.fp8/window=0,flush=24",
+    "int1.5.token20.fp8.clip0.92/window=7,flush=2",
+    "int1.5.channel24/window=0,flush=24",
     "int3.channel32/window=0,flush=128",
     "int3.token40.fp8.clip0.92/window=7,flush=2",
-    "int2.token16.fp8.clip0.92/sinks=5,window=7,flush=2",
+    "int2.token16.fp8.clip0.92,1.0,0.5,0.7,0.8,0.9,0.6,1.0,0.95,0.55/sinks=5,window=7,flush=2",
     "int4.channel24/sinks=50,window=3,flush=24",
+    "int2.token16.pairs.fp8/window=7,flush=1",
 )
+# Of each kind one, for other dtypes and for CPUs with other vectors: every variant is compiled.
+KINDS = ("fp", PLANS[2], PLANS[13], PLANS[14])
 STEPS = (1, 16, 40, 1, 3, 130, 16, 16, 16, 16, 16, 16, 16, 16, 1)
 
 
@@ -46,7 +51,7 @@ def tokens_like(n, seed, dtype, dim=80):
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize("plan", PLANS[-2:])
+@pytest.mark.parametrize("plan", PLANS[-3:-1])
 def test_sinks_are_filled_in_steps(plan):
     for prompt, *steps in ((1, 1, 1, 2, 1, 1), (3, 16, 16, 16, 16, 1), (4, 130, 1), (49, 1, 1)):
         x = tokens_like(prompt, 1, torch.float32)
@@ -80,9 +85,23 @@ def with_room(state, plan, tokens):
     return poison([roomy[0], roomy[1], *exact], plan)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("plan", PLANS)
-def test_pack_and_append_are_exact(plan, dtype, lanes):
+def test_pack_and_append_are_exact(plan):
+    check_exact(plan, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("plan", KINDS)
+def test_dtypes(plan, dtype):
+    check_exact(plan, dtype)
+
+
+@pytest.mark.parametrize("plan", KINDS)
+def test_lanes(plan, lanes):
+    check_exact(plan, torch.float32)
+
+
+def check_exact(plan, dtype):
     for tokens in (1, 39, 300, 1100):
         x = tokens_like(tokens, 1, dtype)
         assert pack.supports(x, plan) is None
@@ -103,6 +122,16 @@ def test_pack_and_append_are_exact(plan, dtype, lanes):
         # One rounding where the reference may round a product and a sum.
         ulp = 2 * torch.finfo(dtype).eps
         assert_close(decoded, reference_unpack(got, tokens, plan, dtype), rtol=ulp, atol=ulp)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_base_3_where_the_last_plane_is_not_full(dim):
+    plan = "int1.5.token16/window=0,flush=1"
+    x = tokens_like(40, 1, torch.float32, dim)
+    got, wanted = pack.pack(x, plan), reference_pack(x, plan)
+    same(got, wanted, plan)
+    decoded = unpack.unpack(got, 40, plan, torch.float32)
+    assert_close(decoded, reference_unpack(wanted, 40, plan, torch.float32), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("plan", ["fp", "int4.channel32/window=0,flush=32"])

@@ -1,0 +1,135 @@
+"""`Groups`: which elements of a cache tensor share a scale and a minimum, in plain ATen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Axis = Literal["channel", "token"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of ``[B, H, T, D]``.
+
+    One number for each group is ``[B, H, T/G, D]`` (per channel) or ``[B, H, T, D/G]`` (per token;
+    ``[B, H/k, T, 1]`` where a group spans ``k`` heads).
+
+    Attributes:
+        axis: ``channel``: ``size`` consecutive tokens of one channel. ``token``: ``size`` channels
+            of one token.
+        size: elements of a group, on average.
+        pairs: per token: a group is two runs of channels, half a head apart, so that rotary
+            embeddings of half-split pairs do not leave it.
+        sizes: per token: the channels of each group, head by head, in their order (with
+            ``pairs``, half of them in each half of the head); None: all are equal.
+    """
+
+    axis: Axis
+    size: int
+    pairs: bool = False
+    sizes: tuple[int, ...] | None = None
+
+    def joined_heads(self, dim: int) -> int:
+        """Heads that a group spans."""
+        return max(1, self.size // dim) if self.axis == "token" else 1
+
+    def misfit(self, dim: int, heads: int | None) -> str | None:
+        """Why ``heads`` (None: any number) of ``dim`` channels cannot be divided so, or None."""
+        if self.axis == "channel":
+            return None
+        joined = self.joined_heads(dim)
+        if max(self.size, dim) % min(self.size, dim):
+            return f"group {self.size} does not divide head_dim {dim}"
+        if heads is not None and heads % joined:
+            return f"group {self.size} spans {joined} heads of {dim}, which {heads} do not fill"
+        if self.pairs and (dim % 2 or self.size % 2 or joined > 1):
+            return f"a group of {self.size} is no two runs half a head of {dim} apart"
+        return None if self.sizes is None or heads is None else self._sizes_misfit(dim, heads)
+
+    def _sizes_misfit(self, dim: int, heads: int) -> str | None:
+        assert self.sizes is not None
+        each = dim // self.size
+        found = [sum(self.sizes[i : i + each]) for i in range(0, len(self.sizes), each)]
+        if len(self.sizes) != heads * each or any(total != dim for total in found):
+            return (
+                f"{len(self.sizes)} sizes of groups do not fill {heads} heads of {dim} channels "
+                f"with {each} groups each"
+            )
+        if self.pairs and any(size % 2 for size in self.sizes):
+            return "a group of pairs has an odd number of channels"
+        return None
+
+    def shape(self, batch: int, heads: int, tokens: int, dim: int) -> tuple[int, int, int, int]:
+        """Of one number for each group."""
+        if self.axis == "channel":
+            return batch, heads, tokens // self.size, dim
+        joined = self.joined_heads(dim)
+        return batch, heads // joined, tokens, dim * joined // self.size
+
+    def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the largest element of each group of ``x`` ``[B, H, T, D]``."""
+        if self.sizes is None:
+            view = self.split(x)
+            dims = self._dims(x.shape[3])
+            shape = self.shape(*x.shape)
+            return view.amin(dims).reshape(shape), view.amax(dims).reshape(shape)
+        index = self.members(x.shape[1], x.shape[3], x.device)[None, :, None].expand(x.shape)
+        empty = x.new_zeros(self.shape(*x.shape))
+        low = empty.scatter_reduce(3, index, x, "amin", include_self=False)
+        return low, empty.scatter_reduce(3, index, x, "amax", include_self=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        """``x`` ``[B, H, T, D]`` in a shape in which `spread` numbers broadcast."""
+        b, h, t, d = x.shape
+        if self.axis == "channel":
+            return x.reshape(b, h, t // self.size, self.size, d)
+        joined = self.joined_heads(d)
+        if joined > 1:
+            return x.reshape(b, h // joined, joined, t, d)
+        if self.sizes is not None:
+            return x
+        if self.pairs:
+            return x.reshape(b, h, t, 2, d // self.size, self.size // 2)
+        return x.reshape(b, h, t, d // self.size, self.size)
+
+    def spread(self, number: Tensor, heads: int, dim: int) -> Tensor:
+        """One number for each group, to be broadcast with what `split` makes of ``heads`` of
+        ``dim`` channels."""
+        if self.sizes is not None:
+            index = self.members(heads, dim, number.device)
+            return torch.take_along_dim(number, index[None, :, None], dim=3)
+        if self.joined_heads(dim) > 1:
+            return number.unsqueeze(2)
+        for place in self._dims(dim):
+            number = number.unsqueeze(place)
+        return number
+
+    def members(self, heads: int, dim: int, device: torch.device | str = "cpu") -> Tensor:
+        """Per token: the group of each channel within its head, int64 ``[heads, dim]``; shared, not
+        to be changed."""
+        with torch.inference_mode(False):
+            return _members(self, heads, dim, str(device))
+
+    def _dims(self, dim: int) -> tuple[int, ...]:
+        """The dimensions of `split` that are one group."""
+        if self.axis == "channel":
+            return (3,)
+        if self.joined_heads(dim) > 1:
+            return (2, 4)
+        return (3, 5) if self.pairs else (4,)
+
+
+@lru_cache(maxsize=1024)
+def _members(groups: Groups, heads: int, dim: int, device: str) -> Tensor:
+    each = max(1, dim // groups.size)
+    sizes = groups.sizes or (min(groups.size, dim),) * (heads * each)
+    runs = 2 if groups.pairs else 1
+    counts = torch.tensor(sizes, device=device).view(heads, 1, each) // runs
+    numbers = torch.arange(each, device=device).expand(heads, runs, each)
+    counts = counts.expand(heads, runs, each)
+    return numbers.flatten().repeat_interleave(counts.flatten()).view(heads, dim)

@@ -1,0 +1,91 @@
+"""``kvpass.calibrate``: a plan from a model, a recipe and texts."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kvpass._torch import is_compiled
+from kvpass.calibration.data import token_batches
+from kvpass.calibration.observe import watch
+from kvpass.errors import OptionError
+from kvpass.fingerprint import fingerprint
+from kvpass.plan import Calibration, Plan
+from kvpass.recipes import RECIPES, Recipe, overridden
+from kvpass.recipes import recipe as recipe_named
+
+_LIBRARIES = ("torch", "transformers", "scikit-learn")
+
+
+def calibrate(
+    model: Any,
+    recipe: str | Recipe,
+    data: Iterable[Any],
+    *,
+    tokenizer: Any = None,
+    samples: int = 64,
+    length: int = 1024,
+    batch: int = 4,
+    seed: int = 0,
+    progress: bool = True,
+    **overrides: Any,
+) -> Plan:
+    """Calibrates ``recipe`` for ``model``, on the device that it is on.
+
+    The model runs over the texts, once for each kind of statistics, which are updated batch by
+    batch; nothing of the size of the texts is kept. Equal arguments make equal plans.
+
+    Args:
+        model: a causal language model of transformers, not compiled. It is not changed.
+        recipe: a calibrated recipe or its name, e.g. ``skvq-k2v2``.
+        data: texts, token ids, or a data set of mappings with ``input_ids`` or ``text``.
+        tokenizer: for texts.
+        samples: pieces of text, at most.
+        length: tokens of a piece, at most. A recipe's exact window and sinks say nothing of what
+            is packed: pieces should be much longer.
+        batch: pieces that run at once.
+        seed: of all that is drawn.
+        progress: show a bar.
+        overrides: fields of the recipe.
+
+    Returns:
+        To be passed as ``options={"recipe": plan}``, or saved.
+
+    Raises:
+        OptionError: if an argument is not allowed, or the recipe is not calibrated.
+        PlanError: if the recipe does not fit the model.
+        UnmatchedGraphError: if no attention is found in the model.
+    """
+    base = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    if not isinstance(base, Recipe):
+        raise OptionError(
+            f"recipe={recipe!r} is not supported; allowed: a Recipe, or one of "
+            f"{', '.join(sorted(RECIPES))}."
+        )
+    chosen = overridden(base, overrides)
+    if not chosen.calibrated:
+        raise OptionError(f"Recipe '{chosen.name}' as given needs no calibration; use it as it is.")
+    if type(seed) is not int or seed < 0:
+        raise OptionError(f"seed={seed!r} is not supported; allowed: a whole number, at least 0.")
+    if is_compiled(model):
+        raise OptionError("The model is compiled already; calibrate it before model.compile().")
+    batches = token_batches(data, tokenizer, samples, length, batch)
+    plan = chosen.fit(watch(model, batches, progress), seed)
+    versions = {name: _version(name) for name in _LIBRARIES}
+    calibration = Calibration(
+        seed=seed,
+        tokens=sum(ids.numel() for ids in batches),
+        weights=fingerprint(model, plan.layers),
+        versions={"python": platform.python_version(), **versions},
+    )
+    return replace(plan, calibration=calibration)
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"

@@ -1,0 +1,78 @@
+"""What calibration sees of a model: one attention at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.ops.attention import attention_weights, mask_rows
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Channels ``start ... stop`` of each head that rotary embeddings turn in pairs: ``halves``
+    are ``i`` and ``i + (stop - start) / 2``, ``neighbours`` ``2i`` and ``2i + 1``."""
+
+    start: int
+    stop: int
+    kind: Literal["halves", "neighbours"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attention of a first prompt, its keys and values as the cache gets them.
+
+    Attributes:
+        layer: the path of the attention module whose keys and values they are.
+        q: ``[B, Hq, T, D]``; keys ``[B, H, T, D]``; values ``[B, H, T, Dv]``.
+        mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, T, T]``, or None.
+        scale, sinks, causal, softcap: see `kvpass.ops.attention.attention`.
+        rotations: of the keys' channels.
+    """
+
+    layer: str
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    scale: float
+    sinks: Tensor | None
+    causal: bool
+    softcap: float
+    rotations: tuple[Rotation, ...]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """``x`` ``[B, Hq, n, ...]`` as ``[B, H, Hq/H * n, ...]``: the queries of a KV head."""
+        heads = self.keys.shape[1]
+        return x.reshape(x.shape[0], heads, -1, *x.shape[3:])
+
+    def weights(self, products: Tensor, positions: Tensor) -> Tensor:
+        """Attention weights from products of queries and keys.
+
+        Args:
+            products: ``[B, H, Hq/H * n, T]``, float32.
+            positions: int64 ``[n]`` of the queries.
+        """
+        groups, n = self.q.shape[1] // self.keys.shape[1], len(positions)
+        mask, sinks = self.mask, self.sinks
+        if self.causal:
+            # Then there is no other mask.
+            tokens = torch.arange(products.shape[3], device=products.device)
+            mask = (tokens <= positions.unsqueeze(1)).repeat(groups, 1)
+        elif mask is not None:
+            mask = mask[..., : products.shape[3]]
+            mask = mask if mask.shape[2] == 1 else mask[:, :, positions]
+            mask = mask_rows(mask, self.keys.shape[1], groups, n)
+        if sinks is not None:
+            sinks = self.rows(sinks.view(1, -1, 1, 1).expand(len(products), -1, n, 1))
+        return attention_weights(products * self.scale, mask, self.softcap, sinks)
+
+
+# Looks at every attention of a batch.
+Observer = Callable[[Seen], None]
+# Runs a model over all texts once, an observer looking on; the text names the progress bar.
+Pass = Callable[[Observer, str], None]

@@ -1,0 +1,101 @@
+"""Orders of channels, folded into a model's own weights instead of into copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from kvpass._torch import is_compiled, is_traced, many_graphs
+from kvpass.backend import copy_module
+from kvpass.errors import PlanError
+from kvpass.fingerprint import fingerprint
+from kvpass.graph.bind import bind_state
+from kvpass.graph.sites import find_sites
+from kvpass.ops import logical
+from kvpass.plan import LayerPlan, Plan
+from kvpass.rules import Context, apply_rules
+
+# Enough for one step.
+_TOKENS = 4
+
+
+@torch.no_grad()
+def fold_inplace(model: Any, plan: Plan) -> Plan:
+    """Permutes the weights of ``model``, which answers as before, so that its compiled graphs need
+    no copies of them.
+
+    That takes orders which leave nothing behind: those of values, and those of keys without rotary
+    embeddings. Key orders under rotary embeddings stay in the plan, since a model cannot rotate its
+    heads in orders of their own; they are folded when the model is compiled. (So do orders that do
+    not fold at all.)
+
+    Args:
+        model: a causal language model of transformers, not compiled. Changed in place.
+        plan: with a plan of its own for every layer, as `kvpass.calibrate` makes it.
+
+    Returns:
+        The plan for the changed model, without the orders that are in its weights now. The old one
+        no longer fits.
+
+    Raises:
+        PlanError: if the plan does not fit the model.
+    """
+    for kind in ("value_order", "key_order"):
+        alone = {n: _with_order(LayerPlan(), kind, x) for n, x in plan.layers.items()}
+        changes = _changes(model, replace(plan, layers=alone, default=LayerPlan()))
+        if not changes:
+            continue
+        for weight, permuted in changes:
+            weight.copy_(permuted)
+        plan = replace(
+            plan,
+            layers={
+                name: _with_order(layer, kind, LayerPlan()) for name, layer in plan.layers.items()
+            },
+        )
+    if plan.calibration is None:
+        return plan
+    weights = fingerprint(model, plan.layers)
+    return replace(plan, calibration=replace(plan.calibration, weights=weights))
+
+
+def _with_order(layer: LayerPlan, kind: str, other: LayerPlan) -> LayerPlan:
+    """``layer`` with the order of this kind that ``other`` has."""
+    change: dict[str, Any] = {kind: getattr(other, kind)}
+    return replace(layer, **change)
+
+
+def _changes(model: Any, plan: Plan) -> list[tuple[Tensor, Tensor]]:
+    """The weights that ``plan`` folds its orders into, and what becomes of them; none if anything
+    of the orders is left in a graph."""
+    changes: dict[int, tuple[Tensor, Tensor]] = {}
+    left = False
+
+    def capture(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        nonlocal left
+        module = copy_module(gm)
+        apply_rules(Context(module.graph, find_sites(module.graph), plan))
+        targets = [node.target for node in module.graph.nodes]
+        binding = bind_state(module.graph, examples)
+        left |= logical.permute_channels in targets
+        for fold in binding.folds:
+            weight = examples[fold.position]
+            # A weight of two graphs would be permuted for one of them only.
+            left |= is_traced(weight) or id(weight) in changes
+            if not left:
+                changes[id(weight)] = (weight, fold.permuted(weight))
+        return gm.forward
+
+    if is_compiled(model):
+        raise PlanError("The model is compiled already; fold the plan before model.compile().")
+    device = next(model.parameters()).device
+    ids = torch.ones(1, _TOKENS, dtype=torch.int64, device=device)
+    with many_graphs():
+        run: Any = torch.compile(model, backend=capture)
+        run(input_ids=ids, use_cache=True)
+    return [] if left else list(changes.values())

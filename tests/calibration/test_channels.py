@@ -1,0 +1,101 @@
+"""Channels with like ranges share a group, and what is turned together stays together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpass.cache.groups import Groups
+from kvpass.calibration import channels
+from kvpass.calibration.channels import Ranges, cluster
+from kvpass.calibration.seen import Rotation
+from kvpass.errors import OptionError
+from kvpass.rules.pushes.rotary import keeps_halves, keeps_neighbours
+from tests.strategies import SEEDS, randn
+
+HALVES, NEIGHBOURS = (Rotation(0, 16, "halves"),), (Rotation(0, 16, "neighbours"),)
+
+
+def test_ranges_leave_out_the_first_tokens():
+    ranges = Ranges(skip=2)
+    x, y = randn(2, 3, 5, 4, seed=1), randn(1, 3, 4, 4, seed=2)
+    for tensor in (x, y):
+        tensor[:, :, :2] = 100
+        ranges.add(tensor)
+    ranges.add(torch.full((1, 3, 2, 4), 200.0))
+    seen = torch.cat([t[:, :, 2:].transpose(1, 2).flatten(0, 1) for t in (x, y)])
+    assert torch.equal(ranges.features(), torch.stack([seen.amin(0), seen.amax(0)], dim=2))
+
+
+def test_ranges_of_nothing_are_refused():
+    ranges = Ranges(skip=5)
+    ranges.add(randn(1, 1, 5, 4))
+    with pytest.raises(OptionError, match="No text is longer than 5 tokens"):
+        ranges.features()
+
+
+@pytest.mark.parametrize("rotations", [(), HALVES, NEIGHBOURS], ids=["free", "halves", "pairs"])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_channels_of_like_ranges_share_a_group(rotations, balanced):
+    """Two kinds of channels, mixed up in another way in each head."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.empty(3, 16, 2)
+    for head in features:
+        # A pair is of one kind.
+        kind = torch.randperm(8, generator=generator) % 2
+        if rotations == NEIGHBOURS:
+            wide = kind.repeat_interleave(2)
+        else:
+            wide = kind.repeat(2) if rotations else torch.randperm(16, generator=generator) % 2
+        head[:, 1] = 1 + 9.0 * wide + 0.1 * torch.rand(16, generator=generator)
+        head[:, 0] = -head[:, 1]
+    found = cluster(features, 8, rotations, 0, balanced)
+    assert found.pairs == (rotations == HALVES)
+    assert found.sizes == (None if balanced else (8,) * 6)
+    members = Groups("token", 8, found.pairs, found.sizes).members(3, 16)
+    stored = features[:, :, 1].gather(1, found.order.tensor())
+    for head in range(3):
+        # The narrow ones come first.
+        assert stored[head][members[head] == 0].max() < 2
+        assert stored[head][members[head] == 1].min() > 9
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=SEEDS,
+    group=st.sampled_from([2, 4, 8]),
+    rotated=st.sampled_from([0, 4, 8, 16]),
+    kind=st.sampled_from(["halves", "neighbours"]),
+    balanced=st.booleans(),
+)
+def test_orders_keep_what_is_turned_together(seed, group, rotated, kind, balanced):
+    turned = (Rotation(0, rotated, kind),) if rotated else ()
+    if not balanced and 0 < rotated < 16:
+        with pytest.raises(OptionError, match="Groups of unequal size are not supported where"):
+            cluster(randn(2, 16, 2, seed=seed), group, turned, 0, balanced)
+        return
+    found = cluster(randn(2, 16, 2, seed=seed), group, turned, 0, balanced)
+    order = found.order.tensor()
+    inside = order[:, :rotated]
+    assert (inside < rotated).all()
+    assert rotated == 0 or (keeps_halves if kind == "halves" else keeps_neighbours)(inside)
+    groups = Groups("token", group, found.pairs, found.sizes)
+    assert groups.misfit(16, 2) is None
+
+
+def test_one_group_has_no_order():
+    assert cluster(randn(1, 16, 2), 16, (), 0, balanced=True) is None
+    assert cluster(randn(2, 16, 2), 32, (), 0, balanced=True) is None
+
+
+def test_equal_channels_are_cut_anywhere():
+    found = cluster(torch.ones(2, 16, 2), 4, (), 0, balanced=False)
+    assert found.sizes == (4,) * 8
+
+
+def test_without_scikit_learn_there_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(channels, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match="needs scikit-learn, which is not installed: pip"):
+        cluster(randn(1, 16, 2), 4, (), 0, balanced=True)

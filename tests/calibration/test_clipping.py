@@ -1,0 +1,106 @@
+"""The search for factors of clipping against attention written out query by query."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvpass import ChannelOrder, LayerPlan, TensorPlan
+from kvpass.calibration.clipping import ALPHAS, ClipSearch
+from kvpass.calibration.seen import Seen
+from tests.strategies import randn
+
+TOKENS, DIM, WINDOW, SINKS = 40, 16, 8, 3
+PLAN = TensorPlan.parse(f"int2.token8.fp8/sinks={SINKS},window={WINDOW},flush=1")
+
+
+def look(seed: int = 0, **variant) -> Seen:
+    q, keys, values = (
+        randn(2, heads, TOKENS, DIM, seed=seed + i) for i, heads in enumerate((4, 2, 2))
+    )
+    # An outlier in every group, which clipping should give up.
+    keys[..., ::8] *= 4
+    values[..., 3::8] *= 4
+    plain = {"mask": None, "scale": 0.3, "sinks": None, "causal": True, "softcap": 0.0}
+    return Seen("layer", q, keys, values, rotations=(), **(plain | variant))
+
+
+def attention(seen: Seen, position: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The output of one query, ``[B, Hq, D]``; keys and values ``[B, H, T, D]``."""
+    k, v = (x[:, :, : position + 1].repeat_interleave(2, dim=1) for x in (keys, values))
+    scores = (k @ seen.q[:, :, position, :, None])[..., 0] * seen.scale
+    if seen.softcap:
+        scores = torch.tanh(scores / seen.softcap) * seen.softcap
+    if seen.sinks is not None:
+        scores = torch.cat([scores, seen.sinks.view(1, -1, 1).expand(2, -1, 1)], dim=2)
+    weights = scores.softmax(-1)[..., : position + 1]
+    return (weights.unsqueeze(2) @ v)[:, :, 0]
+
+
+def expected(seen: Seen, plan: LayerPlan, positions: list[int], kind: str) -> torch.Tensor:
+    """Squared errors ``[factors, H, groups]``."""
+    tensor, order = getattr(plan, kind), getattr(plan, f"{kind[:-1]}_order")
+    exact = getattr(seen, kind)
+    errors = torch.zeros(len(ALPHAS), 2, 2)
+    for i, alpha in enumerate(ALPHAS):
+        stored = exact if order is None else order.store(exact)
+        rounded = replace(tensor.codec, clip=alpha).rounded(stored)
+        for group in range(2):
+            inside = tensor.codec.groups.members(2, DIM)[:, None] == group
+            mixed = torch.where(inside, rounded, stored)
+            mixed = mixed if order is None else order.restore(mixed)
+            for position in positions:
+                attended = exact.clone()
+                attended[:, :, SINKS : position - WINDOW] = mixed[:, :, SINKS : position - WINDOW]
+                keys, values = (attended, seen.values) if kind == "keys" else (seen.keys, attended)
+                change = attention(seen, position, keys, values) - attention(
+                    seen, position, seen.keys, seen.values
+                )
+                errors[i, :, group] += change.square().sum((0, 2)).view(2, 2).sum(1)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, 1.0, -1.0, 2.0])}],
+    ids=["plain", "softcap", "sinks"],
+)
+def test_errors_are_those_of_the_attentions_output(variant):
+    order = ChannelOrder.of(randn(2, DIM, seed=7).argsort(dim=1))
+    paired = replace(PLAN, codec=replace(PLAN.codec, pairs=True))
+    plan, seen = LayerPlan(paired, PLAN, order, order), look(**variant)
+    search = ClipSearch(plan, seed=0)
+    search.add(seen)
+    generator = torch.Generator().manual_seed(0)
+    first = WINDOW + SINKS + 1
+    positions = torch.randint(first, TOKENS, (32,), generator=generator).unique().tolist()
+    for kind in ("keys", "values"):
+        wanted = expected(seen, plan, positions, kind)
+        torch.testing.assert_close(search._errors[kind], wanted, rtol=1e-3, atol=1e-4)
+        best = tuple(ALPHAS[i] for i in wanted.argmin(0).flatten())
+        assert search.clip(kind) == best
+        assert min(best) < 1
+
+
+def test_several_heads_in_a_group_have_one_factor():
+    plan = TensorPlan.parse("int2.token32/window=0,flush=1")
+    search = ClipSearch(LayerPlan(plan, plan), seed=0)
+    search.add(look())
+    assert [len(search.clip(kind)) for kind in ("keys", "values")] == [1, 1]
+
+
+def test_texts_within_the_exact_tokens_say_nothing():
+    plan = TensorPlan.parse("int2.token8/window=39,flush=1")
+    search = ClipSearch(LayerPlan(plan, plan), seed=0)
+    search.add(look())
+    assert search.clip("keys") == search.clip("values") == 1.0
+
+
+def test_keys_per_channel_are_not_clipped():
+    plan = LayerPlan(TensorPlan.parse("int2.channel8/window=0,flush=8"), PLAN)
+    search = ClipSearch(plan, seed=0)
+    search.add(look())
+    assert search.clip("keys") == 1.0
+    assert isinstance(search.clip("values"), tuple)

@@ -1,0 +1,87 @@
+"""What calibration sees of a model is what its attentions compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from kvpass.calibration.observe import watch
+from kvpass.calibration.seen import Rotation, Seen
+from kvpass.errors import UnmatchedGraphError
+from tests.models import prompt, tiny_model
+
+# The module whose input is the attention's output, and how keys are rotated.
+HALVES = (Rotation(0, 16, "halves"),)
+FAMILIES: dict[tuple[str, str], tuple[str, tuple[Rotation, ...]]] = {
+    ("llama", "sdpa"): ("o_proj", HALVES),
+    ("llama", "eager"): ("o_proj", HALVES),
+    ("mistral", "sdpa"): ("o_proj", HALVES),
+    ("qwen3", "sdpa"): ("o_proj", HALVES),
+    ("gpt_neox", "sdpa"): ("dense", (Rotation(0, 8, "halves"),)),
+    ("phi", "sdpa"): ("dense", (Rotation(0, 8, "halves"),)),
+    ("glm4", "sdpa"): ("o_proj", (Rotation(0, 8, "neighbours"),)),
+    ("cohere", "sdpa"): ("o_proj", (Rotation(0, 16, "neighbours"),)),
+    ("opt", "sdpa"): ("out_proj", ()),
+    ("gpt2", "sdpa"): ("c_proj", ()),
+    ("bloom", "eager"): ("dense", ()),
+    ("gemma2", "eager"): ("o_proj", HALVES),
+    # It rotates halves in a spelling that no order is pushed through, so that any will do.
+    ("gpt_oss", "eager"): ("o_proj", ()),
+}
+
+
+@pytest.mark.parametrize(("family", "attention"), FAMILIES)
+def test_weights_and_values_make_the_attentions_output(family: str, attention: str) -> None:
+    projection, rotations = FAMILIES[family, attention]
+    model = tiny_model(family, attention=attention, layers=1)
+    torch._dynamo.reset()
+    outputs: list[torch.Tensor] = []
+    attentions = [m for n, m in model.named_modules() if n.endswith(("attn", "attention"))]
+    module = getattr(attentions[0], projection)
+    module.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
+    seen: list[Seen] = []
+    # Longer than a sliding window.
+    ids = [prompt(2, 60, seed=1), prompt(1, 60, seed=2)]
+    watch(model, ids, progress=False)(seen.append, "test")
+    assert len(seen) == len(outputs) == 2
+    for look, output in zip(seen, outputs, strict=True):
+        assert model.get_submodule(look.layer) is attentions[0]
+        assert look.rotations == rotations
+        positions = torch.tensor([0, 1, 17, 41, 58, 59])
+        rows = look.rows(look.q[:, :, positions])
+        weights = look.weights(rows @ look.keys.transpose(2, 3), positions)
+        out = (weights @ look.values).view(*look.q.shape[:2], len(positions), -1)
+        wanted = output.reshape(*output.shape[:2], look.q.shape[1], -1)[:, positions]
+        assert (out.transpose(1, 2) - wanted).abs().max().item() <= 2e-5
+
+
+def test_layers_that_share_keys_and_values_are_one_layer() -> None:
+    names: list[str] = []
+    config = AutoConfig.for_model(
+        "gemma3n_text", hidden_size=32, intermediate_size=32, num_hidden_layers=4, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, vocab_size=64, num_kv_shared_layers=2,
+        vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, laurel_rank=4,
+        layer_types=["full_attention"] * 4, activation_sparsity_pattern=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = AutoModel.from_config(config).eval()
+    torch._dynamo.reset()
+    watch(model, [prompt(1, 20) % 64], progress=False)(lambda seen: names.append(seen.layer), "")
+    assert len(names) == 4
+    assert set(names) == {f"layers.{i}.self_attn" for i in (0, 1)}
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+            return self.linear(input_ids.float())
+
+    with pytest.raises(UnmatchedGraphError, match=r"No attention .* is found in Plain"):
+        watch(Plain(), [torch.ones(1, 4).long()], progress=False)(lambda seen: None, "")
