@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,8 +14,80 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpass.cache.filters import empty_kept, keep, restored
 from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.rope import Rope
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan
+
+
+class RotaryTables:
+    """The cosines and sines that a model computes, as its last call did.
+
+    Attributes:
+        rope: what it does with them.
+        rows: see `Rope`.
+    """
+
+    def __init__(self, module: torch.nn.Module, kind: str) -> None:
+        self._kind = kind
+        self.rope: Rope
+        self.rows: Tensor
+        # Not for longer than the cache lives.
+        weakref.finalize(self, module.register_forward_hook(_Hook(self)).remove)
+
+    @staticmethod
+    def of(model: Any) -> RotaryTables | None:
+        """Those of ``model``; None if it has no rotary embedding.
+
+        Raises:
+            OptionError: if it has several, or one of unknown pairs.
+        """
+        found = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+        if not found:
+            return None
+        code = sys.modules[type(found[0]).__module__]
+        turned = code.rotate_half(torch.arange(4)).tolist() if hasattr(code, "rotate_half") else []
+        kinds = {(-2, -3, 0, 1): "halves", (-1, 0, -3, 2): "neighbours"}
+        if len(found) > 1 or tuple(turned) not in kinds:
+            raise OptionError(
+                f"The rotary embeddings of {type(model).__name__} are not known to the oracle."
+            )
+        return RotaryTables(found[0], kinds[tuple(turned)])
+
+    def see(self, cos: Tensor, sin: Tensor) -> None:
+        """Keeps what the model has computed."""
+        channels = cos.shape[-1]
+        self.rope = Rope.parse(f"{self._kind}0-{channels}")
+        half = slice(None, channels // 2)
+        if self._kind == "neighbours" and not torch.equal(
+            cos[..., half], cos[..., channels // 2 :]
+        ):
+            half = slice(None, None, 2)
+        self.rows = torch.cat([cos[..., half], sin[..., half]], dim=-1)
+
+
+class _Hook:
+    """Tells `RotaryTables` what a module returns, without keeping them alive."""
+
+    def __init__(self, tables: RotaryTables) -> None:
+        self._tables = weakref.ref(tables)
+
+    def __call__(self, module: Any, args: Any, result: tuple[Tensor, Tensor]) -> None:
+        if (tables := self._tables()) is not None:
+            tables.see(*result)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+
+def _nothing(module: Any, args: Any, result: Any) -> None:
+    """The hook of a copied model."""
+
+
+def inverse_rows(rows: Tensor) -> Tensor:
+    """The rows that undo ``rows``."""
+    cos, sin = rows.float().chunk(2, dim=-1)
+    squared = cos.square() + sin.square()
+    return torch.cat([cos / squared, -sin / squared], dim=-1)
 
 
 class OracleLayer(DynamicLayer):
@@ -23,9 +97,12 @@ class OracleLayer(DynamicLayer):
     but for the sinks.
     """
 
-    def __init__(self, plan: LayerPlan) -> None:
+    def __init__(self, plan: LayerPlan, tables: RotaryTables | None = None) -> None:
         super().__init__()
         self.plan = plan
+        # The rotary embeddings of the tokens, where keys are stored before them.
+        self.tables = tables
+        self.rows: Tensor | None = None
         self.packed = {"keys": 0, "values": 0}
         # With a filter: what is packed, as if nothing of it were kept, and what is kept.
         self.rounded: dict[str, Tensor] = {}
@@ -37,6 +114,9 @@ class OracleLayer(DynamicLayer):
         """Appends ``[B, H, n, D]`` and returns what attention reads in this step."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.tables is not None:
+            new = self.tables.rows
+            self.rows = new if self.rows is None else torch.cat([self.rows, new], dim=1)
         return self._extend("keys", key_states), self._extend("values", value_states)
 
     def _extend(self, name: str, new: Tensor) -> Tensor:
@@ -58,7 +138,15 @@ class OracleLayer(DynamicLayer):
         order = self.plan.key_order if name == "keys" else self.plan.value_order
         exact = stored[:, :, first : first + due]
         exact = exact if order is None else order.store(exact)
-        rounded = plan.codec.decode(*plan.codec.encode(exact), stored.dtype)
+        turns = self.tables.rope if self.tables is not None and name == "keys" else None
+        rows = None if self.rows is None else self.rows[:, first : first + due]
+        ranges = self.plan.key_ranges if name == "keys" else None
+        if turns is not None and rows is not None:
+            exact = turns.turn(exact, inverse_rows(rows))
+        params = None if ranges is None else ranges.tensor(exact.device)
+        rounded = plan.codec.rounded(exact, params).to(stored.dtype)
+        if turns is not None and rows is not None:
+            rounded = turns.turn(rounded, rows)
         if plan.residency.filter is not None:
             rounded, first = self._filtered(name, plan, exact, rounded), plan.residency.sinks
         rounded = rounded if order is None else order.restore(rounded)
@@ -79,6 +167,7 @@ class OracleLayer(DynamicLayer):
         if self.kept:
             raise OptionError("The oracle of a plan with a filter cannot be cropped.")
         super().crop(*args, **kwargs)
+        self.rows = None if self.rows is None else self.rows[:, : self.get_seq_length()]
         for name in self.packed:
             plan: TensorPlan = getattr(self.plan, name)
             group, sinks = plan.codec.token_group, plan.residency.sinks
@@ -89,7 +178,7 @@ class OracleLayer(DynamicLayer):
         """Forgets everything."""
         super().reset()
         self.packed = {"keys": 0, "values": 0}
-        self.rounded, self.kept = {}, {}
+        self.rounded, self.kept, self.rows = {}, {}, None
 
 
 class OracleSlidingLayer(OracleLayer):
@@ -97,10 +186,12 @@ class OracleSlidingLayer(OracleLayer):
 
     is_sliding = True
 
-    def __init__(self, plan: LayerPlan, sliding_window: int) -> None:
+    def __init__(
+        self, plan: LayerPlan, sliding_window: int, tables: RotaryTables | None = None
+    ) -> None:
         keep = sliding_window - 1
         keys, values = plan.keys.sliding(keep), plan.values.sliding(keep)
-        super().__init__(replace(plan, keys=keys, values=values))
+        super().__init__(replace(plan, keys=keys, values=values), tables)
         self.sliding_window = sliding_window
 
     def update(
@@ -129,32 +220,35 @@ class OracleSlidingLayer(OracleLayer):
         return self.sliding_window
 
 
-def oracle_cache(plan: Plan, config: Any) -> DynamicCache:
+def oracle_cache(plan: Plan, config: Any, model: Any = None) -> DynamicCache:
     """A cache for eager generation whose answers a compiled model must reproduce.
 
     Args:
         plan: e.g. ``kvpass.recipe("kivi-2bit").plan(model.config)``.
         config: of the model.
+        model: that is to use it; needed where keys are stored before their rotary embedding.
 
     Returns:
         To be passed as ``past_key_values`` to the uncompiled model. Layers that kvpass does not
         pack (recurrent ones) are left as they are.
     """
     cache = cast(DynamicCache, DynamicCache(config=config))
-    cache.layers = [_oracle_layer(plan.layer_at(i), x) for i, x in enumerate(cache.layers)]
+    plans = [plan.layer_at(i) for i in range(len(cache.layers))]
+    tables = RotaryTables.of(model) if any(p.before_rope for p in plans) else None
+    cache.layers = [_oracle_layer(p, x, tables) for p, x in zip(plans, cache.layers, strict=True)]
     return cache
 
 
-def _oracle_layer(plan: LayerPlan, layer: Any) -> Any:
+def _oracle_layer(plan: LayerPlan, layer: Any, tables: RotaryTables | None) -> Any:
     if type(layer) is DynamicLayer:
-        return OracleLayer(plan)
+        return OracleLayer(plan, tables)
     if type(layer) is DynamicSlidingWindowLayer:
-        return OracleSlidingLayer(plan, layer.sliding_window)
+        return OracleSlidingLayer(plan, layer.sliding_window, tables)
     update = getattr(type(layer), "update", None)
     if update is DynamicLayer.update:
-        return _extended(layer, OracleLayer(plan))
+        return _extended(layer, OracleLayer(plan, tables))
     if update is DynamicSlidingWindowLayer.update:
-        return _extended(layer, OracleSlidingLayer(plan, layer.sliding_window))
+        return _extended(layer, OracleSlidingLayer(plan, layer.sliding_window, tables))
     return layer
 
 
@@ -164,4 +258,5 @@ def _extended(layer: Any, oracle: OracleLayer) -> Any:
     layer.__class__ = type(f"{kind.__name__}Of{own.__name__}", (kind, own), {})
     layer.plan, layer.packed = oracle.plan, oracle.packed
     layer.rounded, layer.kept = oracle.rounded, oracle.kept
+    layer.tables, layer.rows = oracle.tables, oracle.rows
     return layer

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
+from kvpass.cache.ranges import ChannelRanges
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import PlanError
 from kvpass.fingerprint import Weights
@@ -32,12 +33,16 @@ class LayerPlan:
         keys, values: codec and residency.
         key_order, value_order: in which order the cache holds the channels of each KV head; None:
             in the model's own. Made with `ChannelOrder.of`.
+        before_rope: keys are stored before their rotary embedding, if they have one.
+        key_ranges: the calibrated ranges of a codec of keys that has such.
     """
 
     keys: TensorPlan = PLAIN
     values: TensorPlan = PLAIN
     key_order: ChannelOrder | None = None
     value_order: ChannelOrder | None = None
+    before_rope: bool = False
+    key_ranges: ChannelRanges | None = None
 
     def check(self, layer: str, key_dim: int, value_dim: int, kv_heads: int | None = None) -> None:
         """Raises:
@@ -53,8 +58,22 @@ class LayerPlan:
         for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
             if problem := plan.codec.misfit(dim, kv_heads):
                 raise PlanError(
-                    f"The {kind} of layer '{layer}' cannot be stored as {plan.codec}: {problem}."
+                    f"The {kind} of layer '{layer}' cannot be stored as {plan.brief()}: {problem}."
                 )
+        self._check_ranges(layer, key_dim, kv_heads)
+
+    def _check_ranges(self, layer: str, key_dim: int, kv_heads: int | None) -> None:
+        if self.values.codec.offline or self.keys.codec.offline != (self.key_ranges is not None):
+            raise PlanError(
+                f"Layer '{layer}': the keys of a codec with calibrated ranges need those ranges, "
+                "other keys and values have none."
+            )
+        if self.before_rope and self.key_order is not None:
+            raise PlanError(f"Layer '{layer}': keys before RoPE stay in the model's order.")
+        if self.key_ranges is not None:
+            dtype = self.keys.codec.param_dtype
+            if problem := self.key_ranges.misfit(kv_heads, key_dim, dtype):
+                raise PlanError(f"The ranges of the keys of layer '{layer}': {problem}.")
 
     def unknown(self, layer: str, dim: int) -> TensorPlan:
         """How a cache tensor of ``dim`` channels is stored that no known attention reads as keys or
@@ -196,6 +215,11 @@ def _layer_json(plan: LayerPlan, name: str, tensors: dict[str, Tensor]) -> dict[
         if order is not None:
             header[kind] = f"{name}/{kind}"
             tensors[header[kind]] = order.tensor().clone()
+    if plan.before_rope:
+        header["before_rope"] = "yes"
+    if plan.key_ranges is not None:
+        header["key_ranges"] = f"{name}/key_ranges"
+        tensors[header["key_ranges"]] = plan.key_ranges.tensor().clone()
     return header
 
 
@@ -210,4 +234,11 @@ def _calibration(header: Mapping[str, Any] | None) -> Calibration | None:
 def _layer_plan(header: Mapping[str, Any], file: Any) -> LayerPlan:
     keys, values = (TensorPlan.parse(header[kind]) for kind in ("keys", "values"))
     orders = {k: ChannelOrder.of(file.get_tensor(header[k])) for k in _ORDERS if k in header}
-    return LayerPlan(keys, values, **orders)
+    ranges = header.get("key_ranges")
+    return LayerPlan(
+        keys,
+        values,
+        **orders,
+        before_rope="before_rope" in header,
+        key_ranges=None if ranges is None else ChannelRanges.of(file.get_tensor(ranges)),
+    )

@@ -25,6 +25,7 @@ from kvpass.graph.binding import (
     StaticStep,
 )
 from kvpass.inspect.report import GraphReport
+from kvpass.ops.rotary import read_rows
 
 # What is added to hidden scores is below.
 _HIDDEN = -1e4
@@ -43,7 +44,10 @@ class PackedCallable:
         self._buffers = binding.buffers
         self._outputs = binding.outputs
         self._folds = binding.folds
-        self._orders = binding.orders
+        self._constants = binding.constants
+        # Of the packed arguments, those whose cosines and sines another one brings.
+        self._shared = binding.shared
+        self._led = frozenset(p for group in binding.shared for p in group[1:])
         self._extended = [o for o in binding.outputs if isinstance(o, ExtendedOutput)]
         self._report = report
 
@@ -54,15 +58,17 @@ class PackedCallable:
         steps = [(args[o.argument], o.new(args), o.tokens(args)) for o in self._extended]
         for handle, new, after in steps:
             handle.reserve(new, after)
+        for group in self._shared:
+            share_rotary([args[p] for p in group], max((new for _, new, _ in steps), default=0))
         steps += self._static_steps(args)
         flat: list[Any] = []
         for position, arg in enumerate(args):
             if position in self._packed:
-                flat.extend(arg.state)
+                flat.extend(arg.own if position in self._led else arg.state)
             else:
                 flat.append(arg)
         flat += [fold(args[fold.position]) for fold in self._folds]
-        flat += self._orders
+        flat += self._constants
         before = [_save(handle, new) for handle, new, _ in steps]
         plain = [_save_plain(buffer, args) for buffer in self._buffers]
         try:
@@ -124,8 +130,10 @@ class PackedCallable:
                 wrapped.append(results[output.index])
                 continue
             if isinstance(output, FreshOutput):
-                names = output.plan.state_names
-                state = results[output.first : output.first + len(names)]
+                names = output.plan.own_names
+                state = list(results[output.first : output.first + len(names)])
+                if output.rotary is not None:
+                    state.insert(-1, results[output.rotary])
                 new = output.new(args)
                 handle = PackedKV.of_prompt(
                     state, output.plan, new, output.dtype, output.order, output.stored
@@ -136,6 +144,31 @@ class PackedCallable:
             live.append(weakref.ref(handle))
         self._report.live = live
         return wrapped
+
+
+def share_rotary(handles: Sequence[PackedKV], new: int) -> None:
+    """Lets all ``handles`` hold the cosines and sines of the first, with room for ``new`` more
+    tokens.
+
+    Raises:
+        CacheStateError: if they are not the same.
+    """
+    first, *others = handles
+    table, end = first.rotary, first.written
+    start = 0 if first.plan.keep is None else max(0, end - first.plan.keep)
+    for other in others:
+        # Copies of a cache, or of its rows, are no longer one tensor.
+        if other.rotary is not table and not (
+            other.written == end
+            and torch.equal(read_rows(other.rotary, start, end), read_rows(table, start, end))
+        ):
+            raise CacheStateError(
+                "The layers of a cache hold other cosines and sines of their positions: they come "
+                "from different texts. Use a new cache."
+            )
+    first.reserve_rotary(new)
+    for other in others:
+        other.rotary = first.rotary
 
 
 def _written(static: StaticStep, args: Sequence[Any]) -> int:

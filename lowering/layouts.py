@@ -97,6 +97,18 @@ def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -
     return None
 
 
+def decline_calibrated(plan: str) -> str | None:
+    """Why no kernel works on tokens stored so, or None."""
+    p = TensorPlan.parse(plan)
+    found = {
+        "keys before their rotary embedding": p.rope is not None,
+        "outliers": p.codec.outliers,
+        "tables of levels": p.codec.table is not None,
+        "calibrated ranges": p.codec.offline,
+    }
+    return next((f"{name} are not supported" for name, holds in found.items() if holds), None)
+
+
 def decline_filter(plan: str) -> str | None:
     """Why no kernel works on tokens stored so, or None."""
     p = TensorPlan.parse(plan)
@@ -116,7 +128,7 @@ def decline_codec(plan: str, encodes: bool = False) -> str | None:
     """Why the Triton kernels cannot read tokens stored so, or with ``encodes`` write them; or
     None."""
     codec = TensorPlan.parse(plan).codec
-    if reason := decline_groups(codec) or decline_filter(plan):
+    if reason := decline_calibrated(plan) or decline_groups(codec) or decline_filter(plan):
         return reason
     if codec.pairs:
         return f"pairs of {codec} are not supported"
@@ -135,7 +147,9 @@ def clip_factor(plan: TensorPlan) -> float:
 
 def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     """Why no kernel can address this state, or None."""
-    names = TensorPlan.parse(plan).state_names
+    p = TensorPlan.parse(plan)
+    # What is extended is told without what all layers share.
+    names = p.state_names if len(state) == len(p.state_names) else p.own_names
     for name, tensor in zip(names, state, strict=True):
         if not tensor.is_contiguous():
             return f"{name} is not contiguous"

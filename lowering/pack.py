@@ -19,7 +19,7 @@ from lowering.layouts import (
 )
 
 
-def supports(new: Tensor, plan: str) -> str | None:
+def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::pack``, or None."""
     return (
         decline_device(new)
@@ -29,7 +29,7 @@ def supports(new: Tensor, plan: str) -> str | None:
     )
 
 
-def pack(new: Tensor, plan: str) -> list[Tensor]:
+def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
     p = TensorPlan.parse(plan)
     skipped = p.skipped(new.shape[2])

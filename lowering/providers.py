@@ -17,6 +17,7 @@ import torch
 import kvpass.ops.append
 import kvpass.ops.attention
 import kvpass.ops.pack
+import kvpass.ops.rotary
 import kvpass.ops.unpack
 import lowering.cpp.append
 import lowering.cpp.attention
@@ -92,4 +93,6 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
         _triton("unpack", unpack.unpack, unpack.supports),
         _aten("unpack"),
     ),
+    "pack_rotary": (_aten("pack_rotary"),),
+    "append_rotary": (_aten("append_rotary"),),
 }

@@ -72,6 +72,7 @@ PROJECTED: dict[str, dict[str, object]] = {
     "gpt2": {**_MHA, "n_embd": 64, "n_head": 4, "n_inner": 96},
     "cohere": _GQA,
     "olmo2": _GQA,
+    "hunyuan_v1_dense": {**_GQA, "head_dim": 16},
 }
 
 

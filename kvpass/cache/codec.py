@@ -4,42 +4,48 @@ Layout (the same on every device, so that kernels and reference exchange bytes):
 
 * *words*, int16 ``[B, H, T, W]``: the codes of each token, see `kvpass.cache.words`.
 * *params*: a scale and a minimum for each group. Per channel: ``[B, H, T/G, D]``, one per group of
-  ``G`` consecutive tokens and channel. Per token: ``[B, H, D/G, T]``, one per token and group of
-  ``G`` channels, or ``[B, H/k, 1, T]`` where a group spans ``k`` heads. int32
-  ``minimum << 16 | scale``, both IEEE half, or int16 ``minimum << 8 | scale``, both fp8-e4m3.
+  ``G`` consecutive tokens and channel; ``[B, H, 1, D]`` if calibrated for all tokens. Per token:
+  ``[B, H, D/G, T]``, one per token and group of ``G`` channels, or ``[B, H/k, 1, T]`` where a group
+  spans ``k`` heads. int32 ``minimum << 16 | scale``, both IEEE half, or int16
+  ``minimum << 8 | scale``, both fp8-e4m3.
+* *outliers*, int32 ``[B, T, S]``: elements of a token that are stored as they are, ``value << 16 |
+  place``: IEEE half, and ``head * D + channel``, or ``0xFFFF`` for none.
 
-An element decodes to ``code * scale + minimum``.
+An element decodes to ``code * scale + minimum``, or ``table[code] * scale + minimum``.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from kvpass.cache.encoding import NOWHERE, dequantized, quantized, with_outliers
 from kvpass.cache.groups import Axis, Groups
 from kvpass.cache.words import pack_words, unpack_words, word_count, word_misfit
 from kvpass.errors import OptionError
 
 Params = Literal["half", "fp8"]
 BITS = (1, 1.5, 2, 3, 4, 8)
-# By the type of params: the type of the scale and the minimum in them.
-_NUMBERS = {torch.int32: torch.float16, torch.int16: torch.float8_e4m3fn}
-NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
+NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"
+_LIST = rf"{NUMBER}(?:,{NUMBER})*"
 _NAME = re.compile(
-    r"int(?P<bits>1\.5|\d+)\.(?P<axis>channel|token)(?P<group>\d+)(?P<slots>\.slots)?"
-    r"(?P<pairs>\.pairs)?(\.sizes(?P<sizes>\d+(,\d+)*))?"
-    rf"(?P<fp8>\.fp8)?(\.clip(?P<clip>{NUMBER}(,{NUMBER})*,?))?"
+    r"(?P<kind>int|nuq)(?P<bits>1\.5|\d+)\.(?P<axis>channel|token)(?P<group>\d+)"
+    r"(?P<slots>\.slots)?(?P<pairs>\.pairs)?(\.sizes(?P<sizes>\d+(,\d+)*))?(?P<fp8>\.fp8)?"
+    rf"(\.clip(?P<clip>{_LIST},?))?(\.outliers(?P<outliers>\d+))?"
+    rf"(\.table(?P<table>{_LIST}))?(\.qnorm(?P<qnorm>{NUMBER},{NUMBER}))?"
 )
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Uniform asymmetric quantization of groups (KIVI, eq. 1-2), or the identity ``fp``.
+    """Asymmetric quantization of groups, uniform (KIVI, eq. 1-2) or to the levels of a table
+    (KVQuant, section 3.3), or the identity ``fp``.
 
     Attributes:
         bits: bits per code, one of 1, 1.5 (three levels), 2, 3, 4, 8; 16 is the identity codec,
@@ -47,7 +53,8 @@ class Codec:
         axis: what a group belongs to. ``channel``: ``group`` consecutive tokens of one channel
             (keys in KIVI). ``token``: ``group`` consecutive channels of one token (values in KIVI);
             more than a head has are those of several heads.
-        group: elements that share one scale and one minimum; 0 for the identity.
+        group: elements that share one scale and one minimum; 0 for the identity, and per channel
+            where all tokens do: then both are calibrated (keys in KVQuant).
         clip: the ends of every group are multiplied by this before it is encoded, and what lies
             beyond them saturates (SKVQ, eq. 3). Meant for groups on both sides of zero, as the
             channels of a token are. Per token also one number for each group, head by head.
@@ -55,6 +62,12 @@ class Codec:
             section 3.2), which halves their bits.
         slots: three levels are stored in 2 bits each instead of base 3.
         pairs, sizes: which channels of a token are a group, see `kvpass.cache.groups.Groups`.
+        outliers: elements of each token, of all heads, that are stored as they are (KVQuant,
+            section 3.4). Calibrated ranges: those furthest beyond them. Else a group has all heads,
+            and its range is that of the others: half of them are the largest elements, half the
+            least.
+        table: where the levels lie, of a range from -1 to 1, in rising order.
+        qnorm: factor and offset of the levels when they are decoded (Q-Norm, KVQuant, section 3.5).
 
     Raises:
         OptionError: if a field has a value that is not allowed.
@@ -68,6 +81,9 @@ class Codec:
     slots: bool = False
     pairs: bool = False
     sizes: tuple[int, ...] | None = None
+    outliers: int = 0
+    table: tuple[float, ...] | None = None
+    qnorm: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if all(getattr(self, f.name) == f.default for f in fields(self) if f.name != "axis"):
@@ -79,9 +95,11 @@ class Codec:
             )
         if self.axis not in ("channel", "token"):
             raise OptionError(f"axis={self.axis!r} is not supported; allowed: 'channel', 'token'.")
-        if not isinstance(self.group, int) or self.group < 2:
+        least = 0 if self.axis == "channel" else 2
+        if not isinstance(self.group, int) or self.group < least or self.group == 1:
             raise OptionError(
-                f"group={self.group!r} is not supported; allowed: a whole number of at least 2."
+                f"group={self.group!r} is not supported; allowed: a whole number of at least 2, "
+                "and per channel 0, for calibrated ranges."
             )
         self._check_clip()
         if self.params not in ("half", "fp8"):
@@ -92,6 +110,8 @@ class Codec:
                 "True at bits=1.5."
             )
         self._check_groups()
+        self._check_outliers()
+        self._check_table()
 
     def _check_clip(self) -> None:
         clip: Any = self.clip
@@ -118,6 +138,55 @@ class Codec:
                 "positive whole numbers, one for each group of all heads."
             )
 
+    def _check_outliers(self) -> None:
+        n = self.outliers
+        fits = self.offline or (self.axis == "token" and type(n) is int and n % 2 == 0)
+        if type(n) is not int or n < 0 or (n and not fits):
+            raise OptionError(
+                f"outliers={n!r} is not supported; allowed: a whole number with calibrated ranges, "
+                "an even one per token, 0 else."
+            )
+        if self.clip != 1 and (n or self.offline or self.table):
+            raise OptionError(
+                f"clip={self.clip!r} is not supported with outliers, calibrated ranges or a table; "
+                "allowed: 1."
+            )
+
+    def _check_table(self) -> None:
+        table: Any = self.table
+        if table is not None:
+            numbers = isinstance(table, tuple) and all(type(x) is float for x in table)
+            count = 1 << int(self.bits) if self.bits in (2, 3, 4) else 0
+            rising = numbers and all(a < b for a, b in itertools.pairwise(table))
+            if not rising or len(table) != count or not abs(sum(table)) < 1e6:
+                raise OptionError(
+                    f"table={table!r} is not supported at bits={self.bits}; allowed: None, and at "
+                    "2, 3 and 4 bits a tuple of as many numbers as there are codes, in rising "
+                    "order."
+                )
+        if self.qnorm is None:
+            return
+        pair = isinstance(self.qnorm, tuple) and len(self.qnorm) == 2 and self.table is not None
+        if not pair or not all(type(x) is float for x in self.qnorm):
+            raise OptionError(
+                f"qnorm={self.qnorm!r} is not supported; allowed: None, and with a table a tuple "
+                "of two numbers."
+            )
+
+    @property
+    def offline(self) -> bool:
+        """Ranges are calibrated, one for all tokens of a channel."""
+        return self.axis == "channel" and self.group == 0 and not self.identity
+
+    @cached_property
+    def decoded(self) -> tuple[float, ...] | None:
+        """What the codes stand for when they are decoded, of a range from -1 to 1; None: evenly
+        spaced."""
+        if self.table is None or self.qnorm is None:
+            return self.table
+        factor, offset = self.qnorm
+        return tuple(x * factor + offset for x in self.table)
+
     @property
     def identity(self) -> bool:
         """True for ``fp``."""
@@ -126,7 +195,7 @@ class Codec:
     @property
     def token_group(self) -> int:
         """Consecutive tokens that can only be encoded together."""
-        return self.group if self.axis == "channel" and not self.identity else 1
+        return max(1, self.group) if self.axis == "channel" else 1
 
     @property
     def levels(self) -> int:
@@ -151,15 +220,22 @@ class Codec:
     def __str__(self) -> str:
         if self.identity:
             return "fp"
-        text = f"int{self.bits}.{self.axis}{self.group}"
+        kind = "int" if self.table is None else "nuq"
+        text = f"{kind}{self.bits}.{self.axis}{self.group}"
         text += ".slots" * self.slots + ".pairs" * self.pairs
         if self.sizes is not None:
             text += f".sizes{_listed(self.sizes)}"
         text += ".fp8" * (self.params == "fp8")
         if isinstance(self.clip, tuple):
             # A comma behind a single one: it is a tuple still.
-            return f"{text}.clip{_listed(self.clip)}" + "," * (len(self.clip) == 1)
-        return text if self.clip == 1 else f"{text}.clip{self.clip}"
+            text += f".clip{_listed(self.clip)}" + "," * (len(self.clip) == 1)
+        elif self.clip != 1:
+            text += f".clip{self.clip}"
+        text += f".outliers{self.outliers}" * (self.outliers > 0)
+        for name in ("table", "qnorm"):
+            if (numbers := getattr(self, name)) is not None:
+                text += f".{name}{_listed(numbers)}"
+        return text
 
     @staticmethod
     @cache
@@ -171,12 +247,15 @@ class Codec:
         if match := _NAME.fullmatch(text):
             axis: Axis = "channel" if match["axis"] == "channel" else "token"
             bits = 1.5 if match["bits"] == "1.5" else int(match["bits"])
-            clips = tuple(float(c) for c in (match["clip"] or "1").split(",") if c)
+            clips = _floats(match["clip"] or "1")
             clip = clips if "," in (match["clip"] or "") else clips[0]
             params: Params = "fp8" if match["fp8"] else "half"
             sizes = tuple(map(int, match["sizes"].split(","))) if match["sizes"] else None
-            more = (bool(match["slots"]), bool(match["pairs"]), sizes)
-            return Codec(bits, axis, int(match["group"]), clip, params, *more)
+            more = (bool(match["slots"]), bool(match["pairs"]), sizes, int(match["outliers"] or 0))
+            table, qnorm = (_floats(match[n]) if match[n] else None for n in ("table", "qnorm"))
+            pair = None if qnorm is None else (qnorm[0], qnorm[1])
+            if (match["kind"] == "nuq") == (table is not None):
+                return Codec(bits, axis, int(match["group"]), clip, params, *more, table, pair)
         raise OptionError(
             f"Codec {text!r} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
             "'int4.token32'."
@@ -195,6 +274,8 @@ class Codec:
             return reason
         if reason := self.groups.misfit(head_dim, heads):
             return reason
+        if reason := self._outliers_misfit(head_dim, heads):
+            return reason
         count = heads and self.groups.shape(1, heads, 1, head_dim)
         if count and isinstance(self.clip, tuple) and len(self.clip) != count[1] * count[3]:
             return (
@@ -203,72 +284,71 @@ class Codec:
             )
         return None
 
-    def bits_per_element(self, head_dim: int | None = None) -> float:
-        """Stored bits per element, scales and minima included (the identity counts 16).
+    def _outliers_misfit(self, head_dim: int, heads: int | None) -> str | None:
+        if not self.outliers:
+            return None
+        joined = self.groups.joined_heads(head_dim)
+        if self.axis == "token" and (self.group < head_dim or heads not in (None, joined)):
+            return f"outliers are those of all heads, a group of {self.group} channels is not"
+        # Without the number of heads, the least that there can be.
+        elements = (joined if heads is None else heads) * head_dim
+        if heads is not None and not self.outliers < elements < NOWHERE:
+            return f"{elements} channels of a token do not have {self.outliers} outliers"
+        return None
 
-        For heads of ``head_dim`` channels; None: as if they filled all words, which only base 3
+    def bits_per_element(self, head_dim: int | None = None, heads: int | None = None) -> float:
+        """Stored bits per element, scales and minima included (the identity counts 16), but for
+        calibrated ones, which do not grow.
+
+        For ``heads`` of ``head_dim`` channels; None: as if they filled all words, which only base 3
         may not do.
+
+        Raises:
+            ValueError: if the codec has outliers and either is None.
         """
         if self.identity:
             return 16.0
         codes = 1.6 if self.word_bits == 1.5 else self.word_bits
         if head_dim is not None:
             codes = 16 * self.words(head_dim) / head_dim
-        return codes + 8 * self.param_dtype.itemsize / self.group
+        if self.outliers:
+            if head_dim is None or heads is None:
+                raise ValueError("bits_per_element of outliers needs head_dim and heads")
+            codes += 32 * self.outliers / (heads * head_dim)
+        return codes if self.offline else codes + 8 * self.param_dtype.itemsize / self.group
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Words and params of ``x``.
+    def encode(self, x: Tensor, params: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Words, params and, if the codec has them, outliers of ``x``.
 
         Args:
             x: floating ``[B, H, T, D]``; ``T`` a multiple of `token_group`.
+            params: of calibrated ranges, ``[B or 1, H, 1, D]``.
 
         Returns:
-            int16 words ``[B, H, T, W]`` and int32 or int16 params (see the module's docstring).
+            int16 words ``[B, H, T, W]``, int32 or int16 params and int32 outliers (see the module's
+            docstring).
         """
-        scale, minimum, codes, _ = self._quantized(x)
-        whole = codes.to(torch.int32).reshape(x.shape)
-        params = join_params(scale, minimum)
-        if self.axis == "token":
-            params = params.transpose(2, 3)
-        return pack_words(whole, self.word_bits), params.contiguous()
+        found = quantized(self, x, params)
+        words = pack_words(found.codes, self.word_bits)
+        extra = () if found.outliers is None else (found.outliers,)
+        return words, found.params, *extra
 
-    def rounded(self, x: Tensor) -> Tensor:
+    def rounded(self, x: Tensor, params: Tensor | None = None) -> Tensor:
         """What `decode` makes of what `encode` makes of ``x``, float32, without packing it."""
-        _, _, codes, (steps, least) = self._quantized(x)
-        return torch.addcmul(least, codes, steps).reshape(x.shape)
+        return quantized(self, x, params).rounded
 
-    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Scale and minimum of each group as they are stored, and, as `Groups.split` divides
-        ``x``: the codes, and scale and minimum once more."""
-        groups, heads, dim = self.groups, x.shape[1], x.shape[3]
-        x = x.float()
-        low, high = groups.extremes(x)
-        # The range is clipped as a whole, so that no sum follows a product: compilers that join
-        # them would round differently.
-        clip = _clips(self.clip, str(x.device), low.shape[1])
-        number = _NUMBERS[self.param_dtype]
-        scale = rounded_to((high - low) * clip / self.levels, number)
-        minimum = rounded_to(low * clip, number)
-        # Codes are chosen against the rounded scale and minimum: those are what decoding will use.
-        steps = groups.spread(scale.float(), heads, dim)
-        least = groups.spread(minimum.float(), heads, dim)
-        codes = ((groups.split(x) - least) / steps).round_().clamp_(0, self.levels)
-        return scale, minimum, torch.where(steps > 0, codes, 0.0), (steps, least)
-
-    def decode(self, words: Tensor, params: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(
+        self, words: Tensor, params: Tensor, dtype: torch.dtype, outliers: Tensor | None = None
+    ) -> Tensor:
         """Inverse of `encode`: ``[B, H, T, D]`` in ``dtype`` (computed in float32)."""
-        scale, minimum = split_params(params)
-        b, h, t = words.shape[:3]
+        heads = words.shape[1]
         if self.axis == "channel":
             d = params.shape[3]
         else:
-            d = params.shape[1] * params.shape[2] * self.group // h
-            scale, minimum = scale.transpose(2, 3), minimum.transpose(2, 3)
-        groups = self.groups
-        codes = groups.split(unpack_words(words, self.word_bits)[..., :d])
-        spread = [groups.spread(number, h, d) for number in (minimum, scale)]
-        out = torch.addcmul(spread[0], codes, spread[1])
-        return out.reshape(b, h, t, d).to(dtype)
+            d = params.shape[1] * params.shape[2] * self.group // heads
+        codes = unpack_words(words, self.word_bits)[..., :d]
+        out = dequantized(self, codes, params, heads)
+        return (out if outliers is None else with_outliers(out, outliers)).to(dtype)
 
 
 FP = Codec()
@@ -278,35 +358,5 @@ def _listed(numbers: tuple[float, ...]) -> str:
     return ",".join(map(str, numbers))
 
 
-@lru_cache(maxsize=1024)
-def _clips(clip: float | tuple[float, ...], device: str, heads: int) -> Tensor | float:
-    """What the ends of groups are multiplied by, ``[heads, 1, groups]`` if it is not one number."""
-    if not isinstance(clip, tuple):
-        return clip
-    with torch.inference_mode(False):
-        return torch.tensor(clip, device=device).view(heads, 1, -1)
-
-
-def rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` rounded to a shorter floating ``dtype``, saturating: an infinite minimum would decode
-    to NaN."""
-    most = torch.finfo(dtype).max
-    return x.clamp(-most, most).to(dtype)
-
-
-def join_params(scale: Tensor, minimum: Tensor) -> Tensor:
-    """``minimum << n | scale`` from two tensors of equal shape of n-bit numbers: int32 from half,
-    int16 from fp8-e4m3."""
-    if scale.dtype == torch.float16:
-        low = scale.view(torch.int16).to(torch.int32) & 0xFFFF
-        return (minimum.view(torch.int16).to(torch.int32) << 16) | low
-    low = scale.view(torch.uint8).to(torch.int32)
-    return (minimum.view(torch.uint8).to(torch.int32) << 8 | low).to(torch.int16)
-
-
-def split_params(params: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum in float32, from what `join_params` made."""
-    # Flat first: a dimension of size one may have any stride, which would refuse the other dtype.
-    flat = params.contiguous().view(-1).view(_NUMBERS[params.dtype])
-    pairs = flat.view(*params.shape, 2).float()
-    return pairs[..., 0], pairs[..., 1]
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(x) for x in text.split(",") if x)

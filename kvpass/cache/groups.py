@@ -22,7 +22,7 @@ class Groups:
     Attributes:
         axis: ``channel``: ``size`` consecutive tokens of one channel. ``token``: ``size`` channels
             of one token.
-        size: elements of a group, on average.
+        size: elements of a group, on average; 0 per channel: all tokens.
         pairs: per token: a group is two runs of channels, half a head apart, so that rotary
             embeddings of half-split pairs do not leave it.
         sizes: per token: the channels of each group, head by head, in their order (with
@@ -67,7 +67,7 @@ class Groups:
     def shape(self, batch: int, heads: int, tokens: int, dim: int) -> tuple[int, int, int, int]:
         """Of one number for each group."""
         if self.axis == "channel":
-            return batch, heads, tokens // self.size, dim
+            return batch, heads, tokens // self.size if self.size else 1, dim
         joined = self.joined_heads(dim)
         return batch, heads // joined, tokens, dim * joined // self.size
 
@@ -87,7 +87,7 @@ class Groups:
         """``x`` ``[B, H, T, D]`` in a shape in which `spread` numbers broadcast."""
         b, h, t, d = x.shape
         if self.axis == "channel":
-            return x.reshape(b, h, t // self.size, self.size, d)
+            return x.reshape(b, h, t // self.size, self.size, d) if self.size else x.unsqueeze(2)
         joined = self.joined_heads(d)
         if joined > 1:
             return x.reshape(b, h // joined, joined, t, d)

@@ -66,7 +66,10 @@ def token_dims(plan: TensorPlan) -> dict[str, int]:
     """The growing state tensors and the dimension along which each of them grows."""
     if plan.codec.identity:
         return {"codes": 2}
-    return {"codes": 2, "params": 2 if plan.codec.axis == "channel" else 3}
+    dims = {"codes": 2}
+    if not plan.codec.offline:
+        dims["params"] = 2 if plan.codec.axis == "channel" else 3
+    return {**dims, "outliers": 1} if plan.codec.outliers else dims
 
 
 def _rebuilt(
@@ -130,7 +133,12 @@ def index_select(x: PackedKV, dim: int, index: Tensor) -> Any:
     if dim % 4 or is_traced(x.ends):
         return NotImplemented
     x.check()
-    return _rebuilt(x, [t.index_select(0, index) for t in x.state])
+    state = [t.index_select(0, index) for t in x.own]
+    if x.plan.rope is not None:
+        # All sequences of a batch may have the same cosines and sines.
+        one = x.rotary.shape[0] == 1
+        state.insert(-1, x.rotary.clone() if one else x.rotary.index_select(0, index))
+    return _rebuilt(x, state)
 
 
 @handles(aten.index.Tensor)
@@ -197,7 +205,7 @@ def crop(x: PackedKV, first: int, last: int) -> Any:
             write_window(state[2], kept, group[:, :, : total - kept])
         ends.clamp_(max=kept)
         if plan.kept:
-            places = state[-2]
+            places = state[plan.state_names.index("places")]
             places.masked_fill_(places >= kept, -1)
     ends[:, -1] = total
     return _rebuilt(x, state, last - first, total)
@@ -238,12 +246,17 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     if dim % 4 == 0:
         return _cat_batch(tensors)
     expected = (*first.shape[:2], first.shape[3])
-    if dim % 4 != 2 or any(
-        isinstance(t, _PackedKV)
-        or t.dim() != 4
-        or (*t.shape[:2], t.shape[3]) != expected
-        or t.dtype != first.dtype
-        for t in rest
+    # Keys that come here have been turned by their rotary embedding.
+    if (
+        dim % 4 != 2
+        or first.plan.rope is not None
+        or any(
+            isinstance(t, _PackedKV)
+            or t.dim() != 4
+            or (*t.shape[:2], t.shape[3]) != expected
+            or t.dtype != first.dtype
+            for t in rest
+        )
     ):
         return NotImplemented
     first.check()
@@ -256,7 +269,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 def extend(x: PackedKV, new: Tensor) -> PackedKV:
     """``x`` with ``new`` tokens, whose channels are in the order of the storage, in place."""
     x.reserve(new.shape[2])
-    torch.ops.kvpass.append.default(x.state, new, str(x.plan))
+    torch.ops.kvpass.append.default(x.own, new, str(x.plan))
     return x.extended(new.shape[2])
 
 
@@ -268,6 +281,7 @@ def _cat_batch(tensors: Sequence[Tensor]) -> Any:
         (t.plan, t.order) != (first.plan, first.order)
         or t.shape[1:] != first.shape[1:]
         or row_ends(t.ends) != row_ends(first.ends)
+        or (t.plan.codec.offline and not torch.equal(t.params[:1], first.params[:1]))
         for t in packed
     ):
         return NotImplemented
@@ -275,9 +289,13 @@ def _cat_batch(tensors: Sequence[Tensor]) -> Any:
     for t in packed:
         t.check()
     grown = [_with_capacity(t, room) for t in packed]
-    return _rebuilt(
-        first, [torch.cat(parts) for parts in zip(*(g.state for g in grown), strict=True)]
-    )
+    state = [torch.cat(parts) for parts in zip(*(g.own for g in grown), strict=True)]
+    if first.plan.rope is not None:
+        room = max(t.rotary.shape[1] for t in packed)
+        for g in grown:
+            g.grow_rotary(room)
+        state.insert(-1, torch.cat([g.rotary.expand(g.shape[0], -1, -1) for g in grown]))
+    return _rebuilt(first, state)
 
 
 def _with_capacity(x: PackedKV, room: int) -> PackedKV:
@@ -294,7 +312,11 @@ def zero_(x: PackedKV) -> PackedKV:
         x.ends.zero_()
         x.written = 0
         return x
-    for tensor in x.state[:-1]:
+    if x.plan.codec.offline:
+        raise CacheStateError(
+            "A cache tensor with calibrated ranges cannot be set to zero in place. Use a new cache."
+        )
+    for tensor in x.own[:-1]:
         tensor.zero_()
     if x.plan.kept:
         x.places.fill_(-1)
@@ -317,6 +339,6 @@ def index_copy_(x: PackedKV, dim: int, index: Tensor, source: Tensor) -> Any:
             "the next positions can be written."
         )
     stored = source if x.order is None else x.order.store(source)
-    torch.ops.kvpass.append.default(x.state, stored, str(x.plan))
+    torch.ops.kvpass.append.default(x.own, stored, str(x.plan))
     x.written += new
     return x

@@ -13,6 +13,7 @@ from kvpass.cache import native
 from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
+from kvpass.cache.rope import Rope
 from kvpass.errors import CacheFullError, StaleHandleError
 from kvpass.ops import unpack as _unpack  # noqa: F401  (registers the op)
 from kvpass.ops.append import row_ends
@@ -31,8 +32,10 @@ class PackedKV(Tensor):
 
     Attributes:
         plan: how the tokens are stored.
-        codes, params, window, sinks, kept, places, ends: the state, see
+        codes, params, window, sinks, outliers, kept, places, ends: the state, see
             `kvpass.ops.pack.empty_state`.
+        rotary: cosines and sines of the tokens, see `kvpass.ops.rotary`; all layers hold the same
+            tensor.
         written: where the last segment ends, as the host knows it.
         order: in which order ``codes`` and ``window`` hold the channels of each head, None if in
             the model's own. What goes in and comes out here is in the model's own; ops on ``state``
@@ -44,8 +47,10 @@ class PackedKV(Tensor):
     params: Tensor
     window: Tensor
     sinks: Tensor
+    outliers: Tensor
     kept: Tensor
     places: Tensor
+    rotary: Tensor
     ends: Tensor
     written: int
     order: ChannelOrder | None
@@ -118,18 +123,25 @@ class PackedKV(Tensor):
         return [getattr(self, name) for name in self.plan.state_names]
 
     @property
+    def own(self) -> list[Tensor]:
+        """The inner tensors but for what all layers share: those that ``append`` extends."""
+        return [getattr(self, name) for name in self.plan.own_names]
+
+    @property
     def capacity(self) -> int:
         """Tokens that the packed segment has room for."""
         return self.codes.shape[2]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes held: codes, scales, minima, exact tokens and ends, spare room included."""
+        """Bytes held: codes, scales, minima, exact tokens and ends, spare room included; `rotary`,
+        too, though all layers hold the same."""
         return sum(t.numel() * t.element_size() for t in self.state)
 
     @property
     def bits_per_element(self) -> float:
-        """Bits that store one element of the tokens now held: everything but spare room."""
+        """Bits that store one element of the tokens now held: everything but spare room, and but
+        for `rotary`, of which a model has one."""
         self.check()
         ends = [int(e) for e in self.ends[0].tolist()]
         exact = 8 * self.dtype.itemsize
@@ -139,12 +151,12 @@ class PackedKV(Tensor):
         else:
             sinks = ends[0] if self.plan.sinks else 0
             packed = max(0, tokens - sinks - (ends[-1] - ends[-2]))
-            bits = self.plan.codec.bits_per_element(self.shape[3]) * packed + exact * (
-                tokens - packed
-            )
+            bits = self.plan.codec.bits_per_element(self.shape[3], self.shape[1]) * packed
+            bits += exact * (tokens - packed)
             bits += self.plan.kept * (exact + 32 / self.shape[3])
             bits /= max(tokens, 1)
-        return bits + 8 * self.ends.nbytes / max(self.numel(), 1)
+        constant = self.params.nbytes if self.plan.codec.offline else 0
+        return bits + 8 * (self.ends.nbytes + constant) / max(self.numel(), 1)
 
     @property
     def stale(self) -> bool:
@@ -208,11 +220,30 @@ class PackedKV(Tensor):
             setattr(self, name, grown)
         self.mark_dynamic()
 
-    def _move_ring(self, old: Tensor, grown: Tensor, dim: int, capacity: int) -> None:
+    def reserve_rotary(self, new: int) -> None:
+        """Makes room in `rotary` for ``new`` more tokens."""
+        plan, room = self.plan, self.rotary.shape[1]
+        needed = plan.capacity(self.written + new) if plan.keep is None else plan.capacity(0)
+        if needed > room:
+            self.grow_rotary(max(needed, plan.capacity(room + room // 4)))
+
+    def grow_rotary(self, room: int) -> None:
+        """Moves `rotary` to a tensor with room for ``room`` tokens."""
+        old = self.rotary
+        self.rotary = old.new_empty((old.shape[0], room, old.shape[2]))
+        if self.plan.keep is None:
+            self.rotary[:, : old.shape[1]] = old
+        else:
+            self._move_ring(old, self.rotary, 1, old.shape[1], row_ends(self.ends)[-1])
+        self.mark_dynamic()
+
+    def _move_ring(
+        self, old: Tensor, grown: Tensor, dim: int, capacity: int, end: int | None = None
+    ) -> None:
         """Copies the tokens that newer ones have not overwritten to their slots in ``grown``; there
-        was room for ``capacity`` tokens."""
+        was room for ``capacity`` tokens, of which the last ended at ``end``."""
         unit = capacity // old.shape[dim]
-        end = row_ends(self.ends)[0]
+        end = row_ends(self.ends)[0] if end is None else end
         first = max(0, end - capacity)
         rows = torch.arange(first // unit, end // unit, device=self.device)
         kept = old.index_select(dim, rows % old.shape[dim])
@@ -240,6 +271,8 @@ class PackedKV(Tensor):
         mark_dynamic(self, 2)
         for name, dim in native.token_dims(self.plan).items():
             mark_dynamic(getattr(self, name), dim)
+        if self.plan.rope is not None:
+            mark_dynamic(self.rotary, 1)
 
     def decode(self) -> Tensor:
         """The plain tensor ``[B, H, T, D]`` that this one stands for."""
@@ -310,4 +343,4 @@ class PackedKV(Tensor):
 
 native.register(PackedKV)
 # torch.load refuses classes that it does not know.
-torch.serialization.add_safe_globals([PackedKV, TensorPlan, Residency, Codec, ChannelOrder])
+torch.serialization.add_safe_globals([PackedKV, TensorPlan, Residency, Codec, ChannelOrder, Rope])

@@ -11,6 +11,7 @@ import torch
 
 from kvpass.cache.codec import FP, NUMBER, Codec
 from kvpass.cache.filters import filter_named
+from kvpass.cache.rope import Rope
 from kvpass.errors import OptionError, PlanError
 
 # A step of at most this many new tokens is a decode step: packed state is read in place. A longer
@@ -24,10 +25,10 @@ TILE = 128
 _PLAN = re.compile(
     r"(?P<codec>[^/]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+)"
     r"(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
-    r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?"
+    r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?(/rope=(?P<rope>\w+-\d+))?"
 )
 
-_LIST = re.compile(rf"(?<=clip|izes){NUMBER}(?:,{NUMBER})+")
+_LIST = re.compile(rf"(?<=clip|izes|able){NUMBER}(?:,{NUMBER})+")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class TensorPlan:
         room: tokens of a static cache's buffer, None if the tensor grows. Its logical length is
             always ``room``; tokens that are not written yet are zeros. ``keep`` is then one less:
             where a static window is full, a new token takes the place of the oldest.
+        rope: keys are stored before their rotary embedding, which they get when they are read.
 
     Raises:
         PlanError: if whole groups of tokens cannot be packed at a time, or if there are sinks
@@ -110,6 +112,7 @@ class TensorPlan:
     residency: Residency = Residency()
     keep: int | None = None
     room: int | None = None
+    rope: Rope | None = None
 
     def __post_init__(self) -> None:
         if self.room is not None and self.keep != self.room - 1:
@@ -140,7 +143,9 @@ class TensorPlan:
                 text += f",kept={self.kept},filter={self.residency.filter}"
         if self.keep is not None:
             text += f"/keep={self.keep}"
-        return text if self.room is None else f"{text}/room={self.room}"
+        if self.room is not None:
+            text += f"/room={self.room}"
+        return text if self.rope is None else f"{text}/rope={self.rope}"
 
     def brief(self) -> str:
         """Printed for people: of lists with a number for each group, the least and the largest."""
@@ -164,7 +169,8 @@ class TensorPlan:
             )
             residency = Residency(window, flush, sinks, kept, match["filter"])
         keep, room = (int(match[name]) if match[name] else None for name in ("keep", "room"))
-        return TensorPlan(codec, residency, keep, room)
+        rope = Rope.parse(match["rope"]) if match["rope"] else None
+        return TensorPlan(codec, residency, keep, room, rope)
 
     def sliding(self, keep: int) -> TensorPlan:
         """This plan for a cache that keeps the last ``keep`` tokens.
@@ -174,7 +180,7 @@ class TensorPlan:
         positions.
         """
         if keep <= self.residency.window + self.residency.flush:
-            return TensorPlan(keep=keep)
+            return TensorPlan(keep=keep, rope=self.rope)
         return replace(self, residency=self.residency.window_only(), keep=keep)
 
     def static(self, room: int) -> TensorPlan:
@@ -220,11 +226,18 @@ class TensorPlan:
     @cached_property
     def state_names(self) -> tuple[str, ...]:
         """The inner tensors of a `PackedKV` with this plan, in the order in which ops take them."""
+        rotary = ("rotary",) if self.rope is not None else ()
+        return (*self.own_names[:-1], *rotary, "ends")
+
+    @cached_property
+    def own_names(self) -> tuple[str, ...]:
+        """`state_names` but for what all layers share."""
         if self.codec.identity:
             return ("codes", "ends")
         sinks = ("sinks",) if self.sinks else ()
+        outliers = ("outliers",) if self.codec.outliers else ()
         kept = ("kept", "places") if self.kept else ()
-        return ("codes", "params", "window", *sinks, *kept, "ends")
+        return ("codes", "params", "window", *sinks, *outliers, *kept, "ends")
 
     @property
     def tile(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpass._torch import is_compiled
 from kvpass.calibration.data import token_batches
-from kvpass.calibration.observe import watch
+from kvpass.calibration.observe import Watched
 from kvpass.errors import OptionError
 from kvpass.fingerprint import fingerprint
 from kvpass.plan import Calibration, Plan
@@ -73,7 +73,7 @@ def calibrate(
     if is_compiled(model):
         raise OptionError("The model is compiled already; calibrate it before model.compile().")
     batches = token_batches(data, tokenizer, samples, length, batch)
-    plan = chosen.fit(watch(model, batches, progress), seed)
+    plan = chosen.fit(Watched(model, batches, progress), seed)
     versions = {name: _version(name) for name in _LIBRARIES}
     calibration = Calibration(
         seed=seed,

@@ -133,7 +133,7 @@ def _ranked(features: Tensor, clusters: int, seed: int) -> tuple[Tensor, list[in
         parts = torch.arange(len(features)).tensor_split(clusters)
         labels = torch.cat([torch.full_like(part, i) for i, part in enumerate(parts)])
     else:
-        means = _k_means()(n_clusters=clusters, n_init=4, random_state=seed)
+        means = k_means()(n_clusters=clusters, n_init=4, random_state=seed)
         labels = torch.from_numpy(means.fit_predict(features.double().numpy())).long()
     counts = torch.bincount(labels, minlength=clusters)
     width = torch.zeros(clusters).index_add_(0, labels, widths.float()) / counts
@@ -143,11 +143,16 @@ def _ranked(features: Tensor, clusters: int, seed: int) -> tuple[Tensor, list[in
     return torch.tensor(order), counts[by_width].tolist()
 
 
-def _k_means() -> Any:
+def k_means() -> Any:
+    """scikit-learn's class.
+
+    Raises:
+        OptionError: if it is not installed.
+    """
     if find_spec("sklearn") is None:
         raise OptionError(
-            "Reordering channels needs scikit-learn, which is not installed: "
-            "pip install 'kvpass[calibration]', or calibrate with reorder=False."
+            "This recipe needs scikit-learn, which is not installed: "
+            "pip install 'kvpass[calibration]'; skvq recipes do without it with reorder=False."
         )
     from sklearn.cluster import KMeans
 

@@ -3,60 +3,133 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from kvpass._torch import many_graphs
-from kvpass.calibration.seen import Observer, Pass, Rotation, Seen
+from kvpass.calibration.seen import GradientObserver, Kind, Observer, Rotation, Seen, SeenGradient
 from kvpass.errors import UnmatchedGraphError
 from kvpass.graph.forms import AttentionSite
+from kvpass.graph.pattern import Miss
 from kvpass.graph.sites import Sites, find_sites
+from kvpass.rules.cache_before_rope import turned
 from kvpass.rules.fuse_attention import attention_call
 from kvpass.rules.pushes.rotary import rotations
 
 # Who looks on. Not part of a graph, so that Dynamo compiles a model once for all passes.
 _observer: ContextVar[Observer] = ContextVar("observer")
+# What a forward pass has stored for the observer of gradients.
+_stored: ContextVar[list[Stored] | None] = ContextVar("stored", default=None)
 
 
-def watch(model: Any, batches: Sequence[Tensor], progress: bool) -> Pass:
-    """Runs of ``model`` over all ``batches``, each for one observer.
+@dataclass(frozen=True)
+class Stored:
+    """Keys or values in a forward pass; ``probe`` is zero, was added to them, and gets their
+    gradient."""
+
+    layer: str
+    kinds: tuple[Kind, ...]
+    x: Tensor
+    probe: Tensor
+
+
+class Watched:
+    """Runs of a model over all batches, see `kvpass.calibration.seen.Pass`.
 
     The model itself is not changed; its graphs run op by op. A run raises `UnmatchedGraphError` if
     no attention is found in them.
     """
-    compiled: Any = torch.compile(model, backend=_watched)
-    known = inspect.signature(model.forward).parameters
-    last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-    device = next(model.parameters()).device
 
-    def run(observer: Observer, name: str) -> None:
-        found = 0
+    def __init__(self, model: Any, batches: Sequence[Tensor], progress: bool) -> None:
+        self._model = model
+        self._compiled: Any = torch.compile(model, backend=_watched)
+        self._batches = batches
+        self._progress = progress
+        self._device = next(model.parameters()).device
+        self._found = 0
+
+    def tokens(self, skip: int = 0) -> int:
+        """See `Pass.tokens`."""
+        return sum(len(ids) * max(0, ids.shape[1] - skip) for ids in self._batches)
+
+    def __call__(self, observer: Observer, name: str) -> None:
+        """See `Pass.__call__`."""
+        known = inspect.signature(self._model.forward).parameters
+        last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
         def count(seen: Seen) -> None:
-            nonlocal found
-            found += 1
+            self._found += 1
             observer(seen)
 
         token = _observer.set(count)
         try:
-            with torch.no_grad(), many_graphs():
-                for ids in tqdm(batches, desc=name, disable=not progress, leave=False):
-                    compiled(input_ids=ids.to(device), use_cache=True, **last)
+            with torch.no_grad():
+                self._run(lambda ids: self._compiled(input_ids=ids, use_cache=True, **last), name)
         finally:
             _observer.reset(token)
-        if not found:
+
+    def gradients(self, observer: GradientObserver, name: str) -> None:
+        """See `Pass.gradients`."""
+        token = _observer.set(lambda _: None)
+        try:
+            with torch.enable_grad(), _without_gradients(self._model):
+                self._run(lambda ids: self._gradients(ids, observer), name)
+        finally:
+            _observer.reset(token)
+
+    def _gradients(self, ids: Tensor, observer: GradientObserver) -> None:
+        stored: list[Stored] = []
+        token = _stored.set(stored)
+        try:
+            logits = self._compiled(input_ids=ids, use_cache=True).logits
+        finally:
+            _stored.reset(token)
+        self._found += len(stored)
+        if stored:
+            # The sum, not the mean, so that texts count alike however they are batched.
+            loss = cross_entropy(
+                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="sum"
+            )
+            loss.backward()
+        for s in stored:
+            # Keys and values that the loss does not depend on have none.
+            gradient = torch.zeros_like(s.x) if s.probe.grad is None else s.probe.grad
+            for kind in s.kinds:
+                observer(SeenGradient(s.layer, kind, s.x, gradient))
+
+    def _run(self, step: Callable[[Tensor], Any], name: str) -> None:
+        self._found = 0
+        with many_graphs():
+            for ids in tqdm(self._batches, desc=name, disable=not self._progress, leave=False):
+                step(ids.to(self._device))
+        if not self._found:
             raise UnmatchedGraphError(
-                f"No attention over cached keys and values is found in {type(model).__name__}; "
-                "kvpass.explain says why after a call with backend='kvpass'."
+                f"No attention over cached keys and values is found in "
+                f"{type(self._model).__name__}; kvpass.explain says why after a call with "
+                "backend='kvpass'."
             )
 
-    return run
+
+@contextmanager
+def _without_gradients(model: Any) -> Iterator[None]:
+    """The parameters of ``model`` need no gradients meanwhile: only keys and values do."""
+    needed = [p for p in model.parameters() if p.requires_grad]
+    for parameter in needed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in needed:
+            parameter.requires_grad_(True)
 
 
 def _watched(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -72,21 +145,58 @@ def _watched(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
 def _watch(graph: Graph, site: AttentionSite, sites: Sites) -> None:
     # Layers that share their keys and values are one layer of the plan: the first of them.
     layer = sites.roles[site.keys][1].path
-    turned = tuple(
+    new = _new(site.keys, sites)
+    halves = tuple(
         Rotation(start, stop, "halves" if halves else "neighbours")
-        for start, stop, halves in rotations(_new(site.keys, sites))
+        for start, stop, halves in rotations(new)
     )
+    found = turned(new)
+    if found is None:
+        before: Node | Miss = new
+    elif isinstance(found, Miss):
+        before = found
+    elif len(found.parts) > 1:
+        before = Miss("the keys before their rotary embedding are no tensor", new)
+    else:
+        (before,) = found.parts
 
-    def look(*call: Any) -> None:
+    def look(keys_before: Tensor | str, *call: Any) -> None:
         q, keys, values, mask, scale, *more = call
         sinks, _, _, softcap = more or (None, False, 0, 0.0)
-        seen = Seen(layer, q, keys, values, mask, scale, sinks, site.causal, softcap, turned)
-        _observer.get()(seen)
+        known = (q, keys, values, mask, scale, sinks, site.causal, softcap, halves, keys_before)
+        _observer.get()(Seen(layer, *known))
 
     with graph.inserting_before(site.root):
         call = attention_call(graph, site, site.keys, site.values)
-        graph.call_function(look, call.args)
+        shown = str(before) if isinstance(before, Miss) else before
+        graph.call_function(look, (shown, *call.args))
         graph.erase_node(call)
+    if before is new:
+        _probe(graph, new, layer, "keys", "before_rope")
+    else:
+        _probe(graph, new, layer, "keys")
+        if isinstance(before, Node):
+            _probe(graph, before, layer, "before_rope")
+    _probe(graph, _new(site.values, sites), layer, "values")
+
+
+def _probe(graph: Graph, x: Node, layer: str, *kinds: Kind) -> None:
+    """Adds a probe to ``x`` while gradients are asked for; once, whoever shares it."""
+    if any(getattr(user.target, "__name__", "") == "probed" for user in x.users):
+        return
+
+    def probed(tensor: Tensor) -> Tensor:
+        stored = _stored.get()
+        if stored is None:
+            return tensor
+        probe = torch.zeros_like(tensor, requires_grad=True)
+        stored.append(Stored(layer, kinds, tensor.detach(), probe))
+        return tensor + probe
+
+    with graph.inserting_after(x):
+        node = graph.call_function(probed, (x,))
+    node.meta = {**x.meta}
+    x.replace_all_uses_with(node, lambda user: user is not node)
 
 
 def _new(read: Node, sites: Sites) -> Node:

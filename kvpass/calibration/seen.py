@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Seen:
         mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, T, T]``, or None.
         scale, sinks, causal, softcap: see `kvpass.ops.attention.attention`.
         rotations: of the keys' channels.
+        before_rope: the keys before their rotary embedding, themselves if they have none; or why
+            they cannot be told.
     """
 
     layer: str
@@ -44,6 +46,7 @@ class Seen:
     causal: bool
     softcap: float
     rotations: tuple[Rotation, ...]
+    before_rope: Tensor | str
 
     def rows(self, x: Tensor) -> Tensor:
         """``x`` ``[B, Hq, n, ...]`` as ``[B, H, Hq/H * n, ...]``: the queries of a KV head."""
@@ -72,7 +75,41 @@ class Seen:
         return attention_weights(products * self.scale, mask, self.softcap, sinks)
 
 
+Kind = Literal["keys", "before_rope", "values"]
+
+
+@dataclass(frozen=True)
+class SeenGradient:
+    """Keys, before or behind their rotary embedding (both, if they have none), or values of a first
+    prompt, and the gradient of the language model's loss.
+
+    Attributes:
+        layer: as `Seen`.
+        kind: which of them.
+        x: ``[B, H, T, D]``.
+        gradient: of the sum of the tokens' losses, likewise.
+    """
+
+    layer: str
+    kind: Kind
+    x: Tensor
+    gradient: Tensor
+
+
 # Looks at every attention of a batch.
 Observer = Callable[[Seen], None]
-# Runs a model over all texts once, an observer looking on; the text names the progress bar.
-Pass = Callable[[Observer, str], None]
+GradientObserver = Callable[[SeenGradient], None]
+
+
+class Pass(Protocol):
+    """Runs a model over all texts once, an observer looking on; the text names the progress
+    bar."""
+
+    def __call__(self, observer: Observer, name: str) -> None:
+        """Every attention of every batch."""
+
+    def gradients(self, observer: GradientObserver, name: str) -> None:
+        """The keys and the values of every layer of every batch, with their gradients."""
+
+    def tokens(self, skip: int = 0) -> int:
+        """Of all texts, but the first ``skip`` of each."""

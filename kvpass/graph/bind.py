@@ -33,9 +33,10 @@ from kvpass.graph.binding import (
     StaticStep,
 )
 from kvpass.graph.calls import add_call
-from kvpass.graph.orders import inverse, is_order, order_node, order_value
+from kvpass.graph.orders import constant_node, constant_value, inverse, is_constant
 from kvpass.graph.pattern import op_name
 from kvpass.graph.reads import changes
+from kvpass.graph.rotary import RotaryBinder
 from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
 
@@ -140,16 +141,17 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
             graph.erase_node(node)
     masks = tuple((mask, argument) for argument, mask in binder.masks.items())
     counts = tuple(dict.fromkeys(binder.counts))
-    folds, orders, more = binder.bind_constants()
+    folds, constants, more = binder.bind_constants()
     return Binding(
         packed=packed,
+        shared=tuple(binder.rotary.groups()),
         statics=tuple(binder.statics),
         masks=masks,
         counts=counts,
         buffers=buffers,
         outputs=outputs,
         folds=folds,
-        orders=orders,
+        constants=constants,
         examples=examples + more,
     )
 
@@ -167,6 +169,7 @@ class _Binder:
         self.masks: dict[int, int] = {}
         self.counts: list[tuple[int, int]] = []
         self.symbols = symbol_positions(graph)
+        self.rotary = RotaryBinder(graph, self.positions)
 
     def bind_inputs(self, example_inputs: list[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
         packed: list[int] = []
@@ -180,11 +183,16 @@ class _Binder:
             self.arguments[node], self.plans[node] = position, example.plan
             self.state[node] = []
             for name in example.plan.state_names:
+                if name == "rotary" and (known := self.rotary.known(node)) is not None:
+                    self.state[node].append(known)
+                    continue
                 with self.graph.inserting_before(node):
                     inner = self.graph.placeholder(f"{node.name}_{name}")
                 inner.meta["example_value"] = getattr(example, name)
                 inner_source(node, inner, name)
                 self.state[node].append(inner)
+                if name == "rotary":
+                    self.rotary.hold(node, inner)
                 examples.append(getattr(example, name))
         return tuple(packed), tuple(examples)
 
@@ -212,14 +220,21 @@ class _Binder:
         if (static := node.meta.get("static")) is not None:
             self.statics.append(self._static_step(static))
         if past is None:
-            state = add_call(self.graph, ops.pack.default, new, str(self._stored(node)))
+            stored, ranges = str(self._stored(node)), node.kwargs.get("ranges")
+            state = add_call(self.graph, ops.pack.default, new, stored, ranges)
             self.state[node] = [
                 self._with_example(self.graph.call_function(operator.getitem, (state, i)), value)
                 for i, value in enumerate(state.meta["example_value"])
             ]
+            if self.plans[node].rope is not None:
+                self.state[node].insert(-1, self.rotary.packed(node, stored))
             return
         assert isinstance(past, Node)
-        add_call(self.graph, ops.append.default, self.state[past], new, plan)
+        own = self.state[past]
+        if self.plans[node].rope is not None:
+            self.rotary.append(node, ends=own[-1])
+            own = [*own[:-2], own[-1]]
+        add_call(self.graph, ops.append.default, own, new, plan)
         self.state[node] = self.state[past]
 
     def _static_step(self, update: StaticUpdate) -> StaticStep:
@@ -289,7 +304,7 @@ class _Binder:
         order = self._order(packed) if node.target is logical.unpack else None
         if order is not None:
             index = inverse(order.tensor())[None, :, None]
-            bound = self._permuted(bound, order_node(self.graph, index, example.device), example)
+            bound = self._permuted(bound, constant_node(self.graph, index, example.device), example)
         node.replace_all_uses_with(bound)
 
     def _permuted(self, x: Any, order: Any, example: Any) -> Node:
@@ -304,10 +319,10 @@ class _Binder:
             order: ChannelOrder | None = packed.meta["example_value"].order
             return order
         constant = packed.args[4] if len(packed.args) > 4 else None
-        return ChannelOrder.of(order_value(constant)) if isinstance(constant, Node) else None
+        return ChannelOrder.of(constant_value(constant)) if isinstance(constant, Node) else None
 
     def bind_constants(self) -> tuple[tuple[Fold, ...], tuple[Tensor, ...], tuple[Any, ...]]:
-        """Makes arguments of permuted weights and of orders.
+        """Makes arguments of permuted weights and of constants.
 
         Returns:
             Those, and example arguments for all of them.
@@ -318,17 +333,17 @@ class _Binder:
             assert isinstance(weight, Node)
             assert isinstance(order, Node)
             assert isinstance(dim, int)
-            folds[node] = Fold(self.positions[weight], order_value(order), dim)
+            folds[node] = Fold(self.positions[weight], constant_value(order), dim)
         self._make_arguments(folds)
-        used = [n for n in self.graph.find_nodes(op="get_attr") if is_order(n) and n.users]
-        orders = {node: order_value(node) for node in used}
+        used = [n for n in self.graph.find_nodes(op="get_attr") if is_constant(n) and n.users]
+        constants = {node: constant_value(node) for node in used}
         examples = [n.meta["example_value"] for n in folds]
-        self._make_arguments(orders)
-        return tuple(folds.values()), tuple(orders.values()), (*examples, *orders.values())
+        self._make_arguments(constants)
+        return tuple(folds.values()), tuple(constants.values()), (*examples, *constants.values())
 
     def _make_arguments(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            # What has a fold or an order has an argument, which other graphs may lack.
+            # What has a fold or a constant has an argument, which other graphs may lack.
             last = list(self.graph.find_nodes(op="placeholder"))[-1]
             with self.graph.inserting_after(last):
                 last = self.graph.placeholder(f"kvpass_{node.name}")
@@ -360,6 +375,13 @@ class _Binder:
         output.args = (tuple(inner),)
         return tuple(outputs)
 
+    @staticmethod
+    def _output_once(node: Node, inner: list[Any]) -> int:
+        """The place of ``node`` among the results ``inner``, which it joins if it is not there."""
+        if node not in inner:
+            inner.append(node)
+        return inner.index(node)
+
     def _packed_output(self, result: Node, inner: list[Any]) -> Output:
         tokens = Size(result.meta["example_value"].shape[2], self.symbols)
         while result.target is logical.slide:
@@ -369,11 +391,14 @@ class _Binder:
         example = new.meta["example_value"]
         count = Size(example.shape[2], self.symbols)
         if past is None:
-            first = len(inner)
-            inner.extend(self.state[result])
             plan, stored = self.plans[result], self._stored(result)
+            state, rotary = list(self.state[result]), None
+            if plan.rope is not None:
+                rotary = self._output_once(state.pop(-2), inner)
+            first = len(inner)
+            inner.extend(state)
             order = self._order(result)
-            return FreshOutput(first, plan, stored, count, example.dtype, order)
+            return FreshOutput(first, plan, stored, count, example.dtype, order, rotary)
         if not isinstance(past, Node) or past not in self.arguments:
             raise GraphError(f"{result.name} appends to {past}, which is not a cache argument.")
         return ExtendedOutput(self.arguments[past], count, tokens)

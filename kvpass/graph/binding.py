@@ -34,7 +34,8 @@ class ExtendedOutput:
 class FreshOutput:
     """A cache tensor made of the results from ``first`` on, from ``new`` tokens.
 
-    ``stored`` is the plan by which they were packed, ``order`` that of their channels.
+    ``stored`` is the plan by which they were packed, ``order`` that of their channels, ``rotary``
+    the result that holds cosines and sines.
     """
 
     first: int
@@ -43,6 +44,7 @@ class FreshOutput:
     new: Size
     dtype: torch.dtype
     order: ChannelOrder | None = None
+    rotary: int | None = None
 
 
 Output = PlainOutput | ExtendedOutput | FreshOutput
@@ -90,6 +92,8 @@ class Binding:
 
     Attributes:
         packed: positions of the packed arguments.
+        shared: of those, the ones that hold the same cosines and sines: the inner graph gets those
+            of the first.
         statics: static caches that are written.
         masks: arguments that must hide what is not written yet of a static cache, and the latter.
         counts: arguments that must be the number of tokens that a static cache holds, and the
@@ -97,16 +101,17 @@ class Binding:
         buffers: plain buffers to be packed.
         outputs: one per result of Dynamo's graph.
         folds: weights in other orders, further arguments of the inner graph.
-        orders: constants, its last arguments.
+        constants: its last arguments.
         examples: fake or real example arguments of the inner graph.
     """
 
     packed: tuple[int, ...]
+    shared: tuple[tuple[int, ...], ...]
     statics: tuple[StaticStep, ...]
     masks: tuple[tuple[int, int], ...]
     counts: tuple[tuple[int, int], ...]
     buffers: tuple[PlainBuffer, ...]
     outputs: tuple[Output, ...]
     folds: tuple[Fold, ...]
-    orders: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
     examples: tuple[Any, ...]

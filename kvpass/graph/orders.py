@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from kvpass.ops import logical
 
-_PREFIX = "_order_"
+_PREFIX = "_constant_"
 
 
 def compact(index: Tensor) -> Tensor:
@@ -80,17 +80,17 @@ def index_of(node: Node) -> Tensor:
     """The index of a ``permute_channels`` or the order of a ``permute_weight``, on the CPU."""
     order = node.args[1]
     assert isinstance(order, Node)
-    return order_value(order).cpu()
+    return constant_value(order).cpu()
 
 
-def order_value(order: Node) -> Tensor:
-    """The tensor of a ``get_attr`` node that `order_node` made."""
+def constant_value(order: Node) -> Tensor:
+    """The tensor of a ``get_attr`` node that `constant_node` made."""
     owner = order.graph.owning_module
     assert owner is not None
     return owner.get_buffer(str(order.target))
 
 
-def order_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
+def constant_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
     """The constant ``index`` on a device: one node for all that are equal."""
     owner = graph.owning_module
     assert owner is not None
@@ -106,8 +106,8 @@ def order_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
     return node
 
 
-def is_order(node: Node) -> bool:
-    """Whether `order_node` made ``node``."""
+def is_constant(node: Node) -> bool:
+    """Whether `constant_node` made ``node``."""
     return node.op == "get_attr" and str(node.target).startswith(_PREFIX)
 
 
@@ -125,7 +125,7 @@ def permuted(x: Node, index: Tensor, kind: str = "up", before: Node | None = Non
     if is_identity(index):
         return x
     example = x.meta["example_value"]
-    order = order_node(x.graph, index, example.device)
+    order = constant_node(x.graph, index, example.device)
     for user in x.users if before is None else ():
         if user.target is logical.permute_channels and user.args == (x, order):
             return user

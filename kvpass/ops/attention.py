@@ -76,7 +76,7 @@ def attention(
 
 def _dense(state: list[Tensor], plan: str, n: int, dtype: torch.dtype) -> Tensor:
     p, total = TensorPlan.parse(plan), row_ends(state[-1])[-1]
-    if p.codec.identity and p.keep is None:
+    if p.codec.identity and p.keep is None and p.rope is None:
         return state[0][:, :, :total]
     tokens = p.visible(total, n)
     return unpack(state, tokens, plan, dtype)

@@ -18,6 +18,7 @@ from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
+from kvpass.ops import rotary as _rotary  # noqa: F401  (registers the ops)
 
 
 def append(
@@ -26,6 +27,8 @@ def append(
     plan: str,
     whole: bool = False,
     order: Tensor | None = None,
+    ranges: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> PackedKV:
     """``new`` ``[B, H, n, D]`` after ``past``; a first prompt's state if ``past`` is None.
 
@@ -33,13 +36,20 @@ def append(
 
     ``order``: the `ChannelOrder` ``[H, D]`` of the result, and of ``past``; ``new`` comes in it.
 
+    ``ranges``: params ``[H, 1, D]`` of a first prompt's codec, if they are calibrated.
+
+    ``rows``: cosines and sines of ``new``, which is not turned by them yet, see
+    `kvpass.cache.rope.Rope`.
+
     ``whole``: all of a first prompt is kept although a window slides, since some of it may be
     taken back.
     """
     if past is None:
         p, tokens = TensorPlan.parse(plan), new.shape[2]
         stored = replace(p, keep=None) if whole else p
-        state = torch.ops.kvpass.pack.default(new, str(stored))
+        state = torch.ops.kvpass.pack.default(new, str(stored), ranges)
+        if rows is not None:
+            state.insert(-1, torch.ops.kvpass.pack_rotary.default(rows, str(stored)))
         kept = None if order is None else ChannelOrder.of(order)
         return PackedKV.of_prompt(state, p, tokens, new.dtype, kept, stored)
     if past.plan.room is not None:
@@ -47,7 +57,11 @@ def append(
         past.written += new.shape[2]
         return past
     past.check()
-    return native.extend(cast(PackedKV, past.clone()), new)
+    copy = cast(PackedKV, past.clone())
+    if rows is not None:
+        copy.reserve_rotary(rows.shape[1])
+        torch.ops.kvpass.append_rotary.default(copy.rotary, rows, copy.ends, plan)
+    return native.extend(copy, new)
 
 
 def attention(

@@ -9,17 +9,18 @@ from kvpass.cache.filters import empty_kept, keep
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops.library import define
 
-SCHEMA = "pack(Tensor new, str plan) -> Tensor[]"
+SCHEMA = "pack(Tensor new, str plan, Tensor? ranges=None) -> Tensor[]"
 
 
 def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
     """Unwritten state with room for ``tokens`` packed tokens shaped like ``new`` ``[B, H, T, D]``.
 
     Returns:
-        The tensors that `TensorPlan.state_names` names: codes ``[B, H, C, W]`` (int16 words, or
+        The tensors that `TensorPlan.own_names` names: codes ``[B, H, C, W]`` (int16 words, or
         the model's dtype and ``W = D`` for the identity), params int32 or int16 (see
         `kvpass.cache.codec`), window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token
-        ``t``, sinks ``[B, H, S, D]``, the first ``S`` tokens where the plan has sinks, kept
+        ``t``, sinks ``[B, H, S, D]``, the first ``S`` tokens where the plan has sinks, outliers
+        int32 ``[B, C, N]`` of the packed tokens, where the codec has them, kept
         ``[B, H, N, D]`` and places, int32 ``[B, H, N]``, exact tokens and their positions (-1:
         none) where it has a filter, and ends,
         int32 ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
@@ -36,6 +37,8 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
     shape = shape if codec.axis == "channel" else (*shape[:2], shape[3], shape[2])
     params = new.new_empty(shape, dtype=codec.param_dtype)
     exact = [new.new_empty((b, h, slots, d)) for slots in (plan.ring, plan.sinks) if slots]
+    if codec.outliers:
+        exact.append(new.new_empty((b, c, codec.outliers), dtype=torch.int32))
     if plan.kept:
         exact += empty_kept(new, plan.kept)
     return [codes, params, *exact, ends]
@@ -66,15 +69,22 @@ def write_packed(state: list[Tensor], plan: TensorPlan, start: int, x: Tensor) -
         if codec.identity:
             codes[:, :, slot : slot + n] = part
             continue
-        words, params = codec.encode(part)
+        words, params, *extra = codec.encode(part, state[1] if codec.offline else None)
         codes[:, :, slot : slot + n] = words
-        if codec.axis == "channel":
+        if codec.axis == "token":
+            state[1][:, :, :, slot : slot + n] = params
+        elif not codec.offline:
             g = codec.group
             state[1][:, :, slot // g : (slot + n) // g] = params
-        else:
-            state[1][:, :, :, slot : slot + n] = params
+        if extra:
+            outliers_of(state, plan)[:, slot : slot + n] = extra[0]
     if plan.residency.filter is not None:
         keep(state[-3], state[-2], plan.residency.filter, start, x)
+
+
+def outliers_of(state: list[Tensor], plan: TensorPlan) -> Tensor:
+    """The tensor of outliers in a state that has one."""
+    return state[plan.own_names.index("outliers")]
 
 
 def fill_sinks(state: list[Tensor], plan: TensorPlan, total: int, new: Tensor) -> Tensor:
@@ -93,12 +103,13 @@ def write_window(window: Tensor, start: int, x: Tensor) -> None:
         window[:, :, slot : slot + n] = x[:, :, offset : offset + n]
 
 
-def pack(new: Tensor, plan: str) -> list[Tensor]:
+def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     """Reference of ``kvpass::pack``.
 
     Args:
         new: ``[B, H, T, D]``, floating; all tokens of the prompt.
         plan: a printed `TensorPlan`.
+        ranges: params ``[H, 1, D]`` of a codec whose ranges are calibrated.
 
     Returns:
         The state, see `empty_state`: whole flushes behind the sinks packed, the rest exact in the
@@ -109,6 +120,9 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
     tokens = new.shape[2]
     packed = p.packed(tokens)
     state = empty_state(new, p, packed)
+    if p.codec.offline:
+        assert ranges is not None
+        state[1].copy_(ranges)
     if p.sinks:
         new = fill_sinks(state, p, 0, new)
     first = tokens - new.shape[2]
@@ -120,7 +134,7 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
     return state
 
 
-def pack_fake(new: Tensor, plan: str) -> list[Tensor]:
+def pack_fake(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     """Shapes of `pack`."""
     p, tokens = TensorPlan.parse(plan), new.shape[2]
     return empty_state(new, p, p.packed(tokens - p.skipped(tokens)))

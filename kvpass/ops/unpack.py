@@ -9,7 +9,8 @@ from kvpass.cache.filters import restored
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops.append import read_window, row_ends
 from kvpass.ops.library import define
-from kvpass.ops.pack import ring_runs
+from kvpass.ops.pack import outliers_of, ring_runs
+from kvpass.ops.rotary import read_rows
 
 SCHEMA = "unpack(Tensor[] state, SymInt tokens, str plan, ScalarType dtype) -> Tensor"
 
@@ -45,6 +46,9 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     if not p.codec.identity:
         exact = max(packed, first)
         out[:, :, exact - first : total - first] = read_window(state[2], exact, total)
+    if p.rope is not None:
+        rows = read_rows(state[-2], first, total)
+        out[:, :, : total - first] = p.rope.turn(out[:, :, : total - first], rows)
     out[:, :, total - first :] = 0
     return out
 
@@ -52,7 +56,8 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
 def read_packed(
     state: list[Tensor], plan: TensorPlan, first: int, end: int, dtype: torch.dtype
 ) -> Tensor:
-    """Packed tokens ``first ... end``, decoded, or exact where a filter has kept them."""
+    """Packed tokens ``first ... end``, decoded, or exact where a filter has kept them; not turned
+    by rotary embeddings."""
     codes, codec = state[0], plan.codec
     g, parts = codec.token_group, []
     first, end = first - plan.sinks, end - plan.sinks
@@ -63,13 +68,19 @@ def read_packed(
         if codec.identity:
             parts.append(words.to(dtype))
             continue
-        if codec.axis == "channel":
-            params = state[1][:, :, slot // g : (slot + n) // g]
-        else:
+        if codec.axis == "token":
             params = state[1][..., slot : slot + n]
-        parts.append(codec.decode(words, params, dtype))
+        elif codec.offline:
+            params = state[1]
+        else:
+            params = state[1][:, :, slot // g : (slot + n) // g]
+        extra = outliers_of(state, plan)[:, slot : slot + n] if codec.outliers else None
+        parts.append(codec.decode(words, params, dtype, extra))
     out = torch.cat(parts, dim=2)[:, :, first - start :]
-    return restored(out, first + plan.sinks, state[-3], state[-2]) if plan.kept else out
+    if not plan.kept:
+        return out
+    kept, places = (state[plan.state_names.index(name)] for name in ("kept", "places"))
+    return restored(out, first + plan.sinks, kept, places)
 
 
 def unpack_fake(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from kvpass.errors import OptionError, unknown
@@ -12,6 +13,7 @@ from kvpass.plan import Plan
 from kvpass.recipes.base import Recipe as Recipe
 from kvpass.recipes.fp import Fp as Fp
 from kvpass.recipes.kivi import Kivi as Kivi
+from kvpass.recipes.kvquant import Kvquant as Kvquant
 from kvpass.recipes.skvq import Skvq as Skvq
 
 DEFAULT = "kivi-4bit"
@@ -19,6 +21,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "fp": Fp,
     "kivi-4bit": lambda: Kivi(bits=4),
     "kivi-2bit": lambda: Kivi(bits=2),
+    **{f"kvquant-nuq{n}": partial(Kvquant, bits=n) for n in (4, 3, 2)},
+    **{f"kvquant-nuq{n}-1%": partial(Kvquant, bits=n, outliers=0.01) for n in (4, 3, 2)},
     "skvq-k2v2": Skvq,
     "skvq-k2v1.5": lambda: Skvq(value_bits=1.5),
 }

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
 
 
 @dataclass(frozen=True)
 class Fp(Recipe):
-    """Stores keys and values as they are."""
+    """Stores keys and values as they are.
+
+    Attributes:
+        before_rope: keys are stored before their rotary embedding.
+    """
+
+    before_rope: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.before_rope, bool):
+            raise OptionError(
+                f"before_rope={self.before_rope!r} is not supported; allowed: True, False."
+            )
 
     @property
     def name(self) -> str:
@@ -19,4 +32,4 @@ class Fp(Recipe):
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """The identity."""
-        return LayerPlan()
+        return LayerPlan(before_rope=self.before_rope)

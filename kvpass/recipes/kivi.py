@@ -26,11 +26,13 @@ class Kivi(Recipe):
         group: tokens that share a scale per key channel, and channels that share one per value
             token. None: 32, or for values the largest part of 32 that divides the head dimension.
         residual: tokens, a multiple of ``group``.
+        before_rope: keys are stored before their rotary embedding (KVQuant, section 3.2).
     """
 
     bits: int = 4
     group: int | None = None
     residual: int = 128
+    before_rope: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in _BITS:
@@ -45,6 +47,10 @@ class Kivi(Recipe):
         if self.group is not None and not isinstance(self.group, int):
             raise OptionError(
                 f"group={self.group!r} is not supported; allowed: a whole number of at least 2."
+            )
+        if not isinstance(self.before_rope, bool):
+            raise OptionError(
+                f"before_rope={self.before_rope!r} is not supported; allowed: True, False."
             )
         # Bad combinations should be reported before any graph is compiled.
         _ = self._keys
@@ -65,7 +71,7 @@ class Kivi(Recipe):
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """Keys per channel, values per token."""
         group = math.gcd(32, value_dim) if self.group is None else self.group
-        plan = LayerPlan(self._keys, self._values(group))
+        plan = LayerPlan(self._keys, self._values(group), before_rope=self.before_rope)
         plan.check(path, key_dim, value_dim)
         return plan
 

@@ -7,6 +7,7 @@ from kvpass.graph.sites import find_sites, module_path
 from kvpass.rules.base import Context as Context
 from kvpass.rules.base import Event as Event
 from kvpass.rules.base import Rule as Rule
+from kvpass.rules.cache_before_rope import CacheBeforeRope
 from kvpass.rules.decode_reader import DecodeReader
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.mask_to_bounds import MaskToBounds
@@ -19,6 +20,7 @@ from kvpass.rules.share_heads import ShareHeads
 RULES: list[Rule] = [
     QuantizeStatic(),  # index_copy_(buffer, new)  ~  append(buffer, new), lossy as the next one
     QuantizeCache(),  # cat([past, new])  ~  append(past, new), the one lossy rule
+    CacheBeforeRope(),  # append(past, rope(x))  =  append'(past, x), which turns x when it is read
     FuseAttention(),  # attention over a packed cache  =  kvpass.attention
     MaskToBounds(),  # attention with a mask  =  attention with bounds and a simpler mask
     DecodeReader(),  # f(packed)  =  f(unpack(packed))

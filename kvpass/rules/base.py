@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch.fx import Graph, Node
 
 from kvpass.cache.order import ChannelOrder
+from kvpass.cache.ranges import ChannelRanges
 from kvpass.graph.aliases import changed_storages
 from kvpass.graph.masks import Masks
 from kvpass.graph.pattern import Captures, Miss
@@ -51,6 +52,8 @@ class Context:
         packed: the ``append`` node that stands for each rewritten cat.
         orders: in which order the channels of a cache tensor that is still empty are to be stored,
             by the cat or the static buffer.
+        ranges: of cache tensors that are still empty and have calibrated ones, likewise.
+        rows: the cosines and sines that keys get when they are read, by those of the graph.
         warnings: what the user should be told.
     """
 
@@ -59,6 +62,8 @@ class Context:
     planner: Planner
     packed: dict[Node, Node] = field(default_factory=dict)
     orders: dict[Node, ChannelOrder] = field(default_factory=dict)
+    ranges: dict[Node, ChannelRanges] = field(default_factory=dict)
+    rows: dict[tuple[object, object, str], Node] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @cached_property

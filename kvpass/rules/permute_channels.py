@@ -11,7 +11,7 @@ from torch.fx import Node
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
 from kvpass.graph.forms import AttentionSite
-from kvpass.graph.orders import inverse, order_node, permuted
+from kvpass.graph.orders import constant_node, inverse, permuted
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.graph.reads import VIEWS
 from kvpass.ops import logical
@@ -103,7 +103,7 @@ def _append(node: Node, order: ChannelOrder, context: Context) -> str:
     # What is changed in place later on is permuted when it is read.
     late = node if new in context.changed else None
     moved = permuted(new, _index(order), before=late)
-    constant = order_node(context.graph, order.tensor(), new.meta["example_value"].device)
+    constant = constant_node(context.graph, order.tensor(), new.meta["example_value"].device)
     node.args = (past, moved, plan, whole[0] if whole else False, constant)
     return f"{order.heads} heads of {order.dim} channels are stored in an order"
 

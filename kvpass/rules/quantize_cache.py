@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.graph.orders import constant_node
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.reads import changes, last_reader
 from kvpass.graph.updates import CacheUpdate
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
+from kvpass.rules.cache_before_rope import turned
 from kvpass.rules.storage import changed_later, storage
 
 
@@ -38,13 +41,19 @@ class QuantizeCache(Rule):
             kept = update.past.meta["example_value"].plan.keep
             if kept != update.keep:
                 return Miss(f"the cache keeps {kept} tokens, its update {update.keep}", update.kept)
+            rope = update.past.meta["example_value"].plan.rope
+            found = turned(update.new) if rope is not None else None
+            if isinstance(found, Miss):
+                return found
+            if rope != (None if found is None else found.rope):
+                return Miss(f"the cache holds keys before {rope}, which they do not get", node)
             # A filled cache goes on as it was begun; an empty one follows the recipe.
             role, _ = context.sites.roles.get(node, ("unknown", None))
             return {"update": update, "role": role, "plan": update.past.meta["example_value"].plan}
-        found = storage(update.new, node, context)
-        if isinstance(found, Miss):
-            return found
-        role, plan = found
+        stored = storage(update.new, node, context)
+        if isinstance(stored, Miss):
+            return stored
+        role, plan = stored
         plan = plan if update.keep is None else plan.sliding(update.keep)
         return {"update": update, "role": role, "plan": plan}
 
@@ -95,6 +104,12 @@ def _return(packed: Node, update: CacheUpdate, context: Context) -> None:
 def _append(update: CacheUpdate, plan: TensorPlan, context: Context) -> Node:
     whole = plan.keep is not None and update.kept is update.cat
     args = (update.past, update.new, str(plan), whole)
-    packed = context.graph.call_function(logical.append, args if whole else args[:3])
+    kwargs: dict[str, Argument] = {}
+    if update.past is None and (ranges := context.ranges.get(update.cat)) is not None:
+        example, params = update.new.meta["example_value"], ranges.tensor()
+        constant = constant_node(context.graph, params, example.device)
+        constant.meta["example_value"] = example.new_empty(params.shape, dtype=params.dtype)
+        kwargs["ranges"] = constant
+    packed = context.graph.call_function(logical.append, args if whole else args[:3], kwargs)
     packed.meta = {**update.cat.meta}
     return packed

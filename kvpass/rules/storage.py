@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from kvpass.cache.residency import TensorPlan
@@ -9,6 +11,7 @@ from kvpass.errors import PlanError
 from kvpass.graph.pattern import Miss
 from kvpass.graph.sites import module_path
 from kvpass.rules.base import Context
+from kvpass.rules.cache_before_rope import turned
 
 
 def changed_later(new: Node, update: Node, context: Context) -> Miss | None:
@@ -20,7 +23,7 @@ def changed_later(new: Node, update: Node, context: Context) -> Miss | None:
 
 def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] | Miss:
     """The role of a cache tensor, and the plan that the recipe makes for it; the order of its
-    channels goes into ``context.orders``.
+    channels goes into ``context.orders``, calibrated ranges into ``context.ranges``.
 
     Args:
         new: what is to be appended.
@@ -37,7 +40,16 @@ def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] |
         order = layer.key_order if role == "keys" else layer.value_order
         if order is not None:
             context.orders[read] = order
-        return role, layer.keys if role == "keys" else layer.values
+        if role == "values":
+            return role, layer.values
+        if context.sites.static(read) and (layer.before_rope or layer.keys.codec.offline):
+            return Miss("a static cache takes no calibrated keys, and none before RoPE", read)
+        if layer.key_ranges is not None:
+            context.ranges[read] = layer.key_ranges
+        found = turned(new) if layer.before_rope else None
+        if isinstance(found, Miss):
+            return found
+        return role, layer.keys if found is None else replace(layer.keys, rope=found.rope)
     shape = new.meta["example_value"].shape
     if len(shape) != 4:
         return Miss(f"the cache tensor has {len(shape)} dimensions, expected 4", read)

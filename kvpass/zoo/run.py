@@ -203,8 +203,8 @@ def _layer_plan(layer: Any) -> LayerPlan:
     held = [getattr(layer, name, None) for name in ("keys", "values")]
     plans = [x.plan if isinstance(x, PackedKV) else TensorPlan() for x in held]
     keys, values = (TensorPlan(plan.codec, plan.residency) for plan in plans)
-    orders = [x.order if isinstance(x, PackedKV) else None for x in held]
-    return LayerPlan(keys, values, *orders)
+    key_order, value_order = (x.order if isinstance(x, PackedKV) else None for x in held)
+    return LayerPlan(keys, values, key_order, value_order)
 
 
 def small_recipe(name: str) -> Recipe:

@@ -13,7 +13,7 @@ from kvpass.errors import KernelError
 from lowering.cpp.constants import (
     clip_argument,
     decline_device,
-    decline_plan,
+    decline_tensor,
     pointers,
     sinks_argument,
 )
@@ -30,7 +30,7 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
         return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
     return (
         decline_device(new)
-        or decline_plan(plan, int(new.shape[3]))
+        or decline_tensor(plan, int(new.shape[3]))
         or decline_gaps(state, plan)
         or decline_compiler("append", **tensor_parameters(plan, int(new.shape[3]), new.dtype))
     )
@@ -52,12 +52,12 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
         new = new.contiguous()
     room = _function(plan, dim, new.dtype)(
         _ARGUMENTS.pack(
-            *pointers(state), batch, heads, state[0].shape[2],
+            *pointers(state, plan), batch, heads, state[0].shape[2],
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, torch.get_num_threads(),
         )
         + clip_argument(plan, heads, dim)
-        + sinks_argument(state)
+        + sinks_argument(state, plan)
     )  # fmt: skip
     if room >= 0:
         raise KernelError(

@@ -15,7 +15,10 @@ from lowering.cpp.constants import (
     constants_of,
     decline_device,
     decline_plan,
+    level_argument,
+    outlier_argument,
     pointers,
+    rotary_argument,
     sinks_argument,
 )
 from lowering.cpp.library import decline_compiler, load_function, native_lanes
@@ -58,6 +61,10 @@ def supports(
     k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
     if reason := decline_plan(k_plan, k_dim) or decline_plan(v_plan, v_dim):
         return reason
+    if TensorPlan.parse(k_plan).rope is not None and keys[-2].dtype != q.dtype:
+        return f"cosines and sines are {keys[-2].dtype}, the query is {q.dtype}"
+    if TensorPlan.parse(v_plan).rope is not None:
+        return "values have a rotary embedding"
     rows = _rows(q, k)
     for plan, dim in ((k_plan, k_dim), (v_plan, v_dim)):
         if reason := constants_of(plan, dim).misfit(_lanes(k_plan, v_plan, k_dim, v_dim, rows)):
@@ -138,7 +145,7 @@ def attention(
     batch, heads, queries, k_dim = q.shape
     k_codes, v_codes = keys[0], values[0]
     kv_heads = k_codes.shape[1]
-    v_dim = v_codes.shape[3] if len(values) == 2 else values[2].shape[3]
+    v_dim = exact_tokens(values, v_plan).shape[3]
     if q.stride(3) != 1:
         q = q.contiguous()
     if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
@@ -147,7 +154,7 @@ def attention(
     out = q.new_empty((batch, heads, queries, v_dim))
     function(
         _ARGUMENTS.pack(
-            q.data_ptr(), *pointers(keys), *pointers(values),
+            q.data_ptr(), *pointers(keys, k_plan), *pointers(values, v_plan),
             0 if mask is None else mask.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             batch, kv_heads, heads // kv_heads * queries, queries,
@@ -157,8 +164,13 @@ def attention(
             causal, window, TensorPlan.parse(k_plan).keep or 0,
             torch.get_num_threads(), scale, softcap,
         )
-        + sinks_argument(keys)
-        + sinks_argument(values)
+        + sinks_argument(keys, k_plan)
+        + sinks_argument(values, v_plan)
+        + level_argument(k_plan)
+        + outlier_argument(keys, k_plan)
+        + level_argument(v_plan)
+        + outlier_argument(values, v_plan)
+        + rotary_argument(keys, k_plan)
     )  # fmt: skip
     return out
 

@@ -10,8 +10,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvpass.cache.codec import Codec
 from kvpass.cache.residency import TensorPlan
-from lowering.layouts import decline_filter, decline_groups, interpreted, unbounded
+from kvpass.cache.rope import Rope
+from lowering.layouts import (
+    decline_calibrated,
+    decline_filter,
+    decline_groups,
+    interpreted,
+    unbounded,
+)
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -25,8 +33,8 @@ class Constants:
     """One cache tensor as the templates see it.
 
     Attributes:
-        name: the printed plan, without how many tokens it keeps or has room for, and without the
-            factor of clipping: kernels are told at run time.
+        name: the printed plan, without how many tokens it keeps or has room for, and without
+            factors of clipping and levels: kernels are told at run time.
         dim: channels of a head.
         bits: of a code in its words; 1.5 for base 3, 16 for tokens stored as they are.
         group: tokens or channels that share a scale; 0 for 16 bits.
@@ -39,6 +47,10 @@ class Constants:
         clipped: the ends of groups are multiplied by a factor.
         sinks: first tokens that are stored as they are, beside the window.
         pairs: a group of channels is two runs, half a head apart.
+        joined: heads that a group spans.
+        table: codes are levels of a table, which kernels are told at run time.
+        outliers: elements of a token that are stored as they are.
+        rope: keys are turned when they are read.
     """
 
     name: str
@@ -56,6 +68,16 @@ class Constants:
     clipped: bool = field(default=False, repr=False)
     sinks: int = field(default=0, repr=False)
     pairs: bool = field(default=False, repr=False)
+    joined: int = field(default=1, repr=False)
+    table: bool = field(default=False, repr=False)
+    outliers: int = field(default=0, repr=False)
+    rope: Rope | None = field(default=None, repr=False)
+
+    @property
+    def decoded(self) -> bool:
+        """Tokens are decoded before they are multiplied, not read as codes."""
+        known = self.table or self.outliers or self.rope is not None or self.joined > 1
+        return bool(known) or (self.packed and not self.group)
 
     @property
     def format(self) -> str:
@@ -84,8 +106,8 @@ class Constants:
 
     @property
     def run(self) -> int:
-        """Channels of a group that lie side by side."""
-        return self.group // 2 if self.pairs else self.group
+        """Channels of a group that lie side by side in a head."""
+        return self.group // 2 if self.pairs else min(self.group, self.dim)
 
     @property
     def packed(self) -> bool:
@@ -117,22 +139,53 @@ def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
     to be written as well."""
     p = TensorPlan.parse(plan)
     codec, residency = p.codec, p.residency
-    name = str(unbounded(replace(p, codec=replace(codec, clip=1.0))))
+    table = None if codec.table is None else tuple(map(float, range(len(codec.table))))
+    plain = replace(codec, clip=1.0, table=table, qnorm=None)
+    name = str(unbounded(replace(p, codec=plain, rope=None if encodes else p.rope)))
     return Constants(
         name, dim, codec.word_bits, codec.group, codec.axis == "token",
         residency.window, residency.flush, p.ring, p.keep is not None,
         codec.levels, codec.params == "fp8", encodes and codec.clip != 1, p.sinks, codec.pairs,
+        codec.groups.joined_heads(dim), table is not None, codec.outliers,
+        None if encodes else p.rope,
     )  # fmt: skip
 
 
 def decline_plan(plan: str, dim: int) -> str | None:
-    """Why C++ cannot work on tokens of ``dim`` channels stored so, or None."""
-    if reason := decline_groups(TensorPlan.parse(plan).codec, dim) or decline_filter(plan):
+    """Why C++ cannot attend to tokens of ``dim`` channels stored so, or None."""
+    codec = TensorPlan.parse(plan).codec
+    if codec.sizes is not None:
+        return f"sizes of {codec} are not supported"
+    if reason := decline_filter(plan):
         return reason
     constants = constants_of(plan, dim)
     if constants.pairs and constants.period % constants.width:
         return f"pairs of {plan} do not fill planes of {constants.width} channels"
     return None
+
+
+def decline_tensor(plan: str, dim: int, reads: bool = False) -> str | None:
+    """Why C++ cannot write tokens of ``dim`` channels stored so, or with ``reads`` decode them; or
+    None."""
+    p = TensorPlan.parse(plan)
+    stored = plan if reads else str(replace(p, rope=None))
+    return decline_calibrated(stored) or decline_groups(p.codec, dim) or decline_plan(plan, dim)
+
+
+def level_argument(plan: str) -> bytes:
+    """Where the 16 numbers that codes stand for are, if they are those of a table."""
+    levels = _levels(TensorPlan.parse(plan).codec)
+    return b"" if levels is None else struct.pack("P", levels.data_ptr())
+
+
+@cache
+def _levels(codec: Codec) -> Tensor | None:
+    if codec.decoded is None:
+        return None
+    with torch.inference_mode(False):
+        levels = torch.zeros(16)
+        levels[: len(codec.decoded)] = torch.tensor(codec.decoded)
+        return levels
 
 
 def clip_argument(plan: str, heads: int, dim: int) -> bytes:
@@ -153,9 +206,27 @@ def _clips(plan: str, heads: int, dim: int) -> Tensor | None:
         return torch.tensor(each, dtype=torch.float32)
 
 
-def sinks_argument(state: Sequence[Tensor]) -> bytes:
+def sinks_argument(state: Sequence[Tensor], plan: str) -> bytes:
     """The last argument for a cache tensor: the address of its sinks, where it has any."""
-    return struct.pack("P", state[3].data_ptr()) if len(state) == 5 else b""
+    return struct.pack("P", state[3].data_ptr()) if TensorPlan.parse(plan).sinks else b""
+
+
+def outlier_argument(state: Sequence[Tensor], plan: str) -> bytes:
+    """The address of its outliers, where it has any."""
+    p = TensorPlan.parse(plan)
+    if not p.codec.outliers:
+        return b""
+    return struct.pack("P", state[p.state_names.index("outliers")].data_ptr())
+
+
+def rotary_argument(state: Sequence[Tensor], plan: str) -> bytes:
+    """Address, stride of the batch, and capacity of the cosines and sines of its tokens, where they
+    are needed."""
+    if TensorPlan.parse(plan).rope is None:
+        return b""
+    rotary = state[-2]
+    stride = rotary.stride(0) if rotary.shape[0] > 1 else 0
+    return struct.pack("P2q", rotary.data_ptr(), stride, rotary.shape[1])
 
 
 def decline_device(x: Tensor) -> str | None:
@@ -169,10 +240,10 @@ def decline_device(x: Tensor) -> str | None:
     return None
 
 
-def pointers(state: Sequence[Tensor]) -> tuple[int, int, int, int]:
+def pointers(state: Sequence[Tensor], plan: str) -> tuple[int, int, int, int]:
     """Addresses of codes, params, window and ends; 0 for what an identity codec lacks. See also
     `sinks_argument`."""
-    if len(state) == 2:
-        return state[0].data_ptr(), 0, 0, state[1].data_ptr()
+    if TensorPlan.parse(plan).codec.identity:
+        return state[0].data_ptr(), 0, 0, state[-1].data_ptr()
     codes, params, window = state[:3]
     return codes.data_ptr(), params.data_ptr(), window.data_ptr(), state[-1].data_ptr()

@@ -14,7 +14,7 @@ from kvpass.ops.pack import empty_state
 from lowering.cpp.constants import (
     clip_argument,
     decline_device,
-    decline_plan,
+    decline_tensor,
     pointers,
     sinks_argument,
 )
@@ -24,11 +24,11 @@ from lowering.layouts import unbounded
 _ARGUMENTS = struct.Struct("4P3qP6q")
 
 
-def supports(new: Tensor, plan: str) -> str | None:
+def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
     return (
         decline_device(new)
-        or decline_plan(plan, int(new.shape[3]))
+        or decline_tensor(plan, int(new.shape[3]))
         or decline_compiler("pack", **_parameters(plan, int(new.shape[3]), new.dtype))
     )
 
@@ -43,7 +43,7 @@ def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None
     return load_function("pack", **_parameters(plan, dim, dtype))
 
 
-def pack(new: Tensor, plan: str) -> list[Tensor]:
+def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
     p = TensorPlan.parse(plan)
     new = new[:, :, p.skipped(new.shape[2]) :]
@@ -54,11 +54,11 @@ def pack(new: Tensor, plan: str) -> list[Tensor]:
         new = new.contiguous()
     _function(plan, dim, new.dtype)(
         _ARGUMENTS.pack(
-            *pointers(state), batch, heads, state[0].shape[2],
+            *pointers(state, plan), batch, heads, state[0].shape[2],
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, packed, torch.get_num_threads(),
         )
         + clip_argument(plan, heads, dim)
-        + sinks_argument(state)
+        + sinks_argument(state, plan)
     )  # fmt: skip
     return state

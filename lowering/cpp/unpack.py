@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowering.cpp.constants import decline_device, decline_plan, pointers, sinks_argument
+from lowering.cpp.constants import decline_device, decline_tensor, pointers, sinks_argument
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import decline_conversion, decline_gaps, exact_tokens
 
@@ -24,7 +24,7 @@ def supports(
     return (
         decline_conversion(exact, dtype)
         or decline_device(exact)
-        or decline_plan(plan, int(exact.shape[3]))
+        or decline_tensor(plan, int(exact.shape[3]), reads=True)
         or decline_gaps(state, plan)
         or decline_compiler("unpack", **tensor_parameters(plan, int(exact.shape[3]), dtype))
     )
@@ -37,14 +37,14 @@ def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None
 
 def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
     """As `kvpass.ops.unpack.unpack`, for arguments that `supports` takes."""
-    exact = state[0] if len(state) == 2 else state[2]
+    exact = exact_tokens(state, plan)
     batch, heads, _, dim = exact.shape
     out = exact.new_empty((batch, heads, tokens, dim))
     _function(plan, dim, dtype)(
         _ARGUMENTS.pack(
-            *pointers(state), batch, heads, state[0].shape[2],
+            *pointers(state, plan), batch, heads, state[0].shape[2],
             out.data_ptr(), tokens, torch.get_num_threads(),
         )
-        + sinks_argument(state)
+        + sinks_argument(state, plan)
     )  # fmt: skip
     return out

@@ -10,13 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.cache.codec import (
-    FP,
-    Codec,
-    join_params,
-    rounded_to,
-    split_params,
-)
+from kvpass.cache.codec import FP, Codec
+from kvpass.cache.encoding import join_params, rounded_to, split_params
 from kvpass.errors import OptionError
 from tests.strategies import HEAD_DIMS, SEEDS, codecs, randn, tensors
 
@@ -390,7 +385,8 @@ def test_groups_are_whole_numbers_of_at_least_2(group):
     with pytest.raises(OptionError) as caught:
         Codec(2, "token", group)
     assert str(caught.value) == (
-        f"group={group!r} is not supported; allowed: a whole number of at least 2."
+        f"group={group!r} is not supported; allowed: a whole number of at least 2, and per channel "
+        "0, for calibrated ranges."
     )
 
 

@@ -24,7 +24,7 @@ def look(seed: int = 0, **variant) -> Seen:
     keys[..., ::8] *= 4
     values[..., 3::8] *= 4
     plain = {"mask": None, "scale": 0.3, "sinks": None, "causal": True, "softcap": 0.0}
-    return Seen("layer", q, keys, values, rotations=(), **(plain | variant))
+    return Seen("layer", q, keys, values, rotations=(), before_rope=keys, **(plain | variant))
 
 
 def attention(seen: Seen, position: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from kvpass.calibration.observe import watch
+from kvpass.calibration.observe import Watched
 from kvpass.calibration.seen import Rotation, Seen
 from kvpass.errors import UnmatchedGraphError
 from tests.models import prompt, tiny_model
@@ -45,7 +45,7 @@ def test_weights_and_values_make_the_attentions_output(family: str, attention: s
     seen: list[Seen] = []
     # Longer than a sliding window.
     ids = [prompt(2, 60, seed=1), prompt(1, 60, seed=2)]
-    watch(model, ids, progress=False)(seen.append, "test")
+    Watched(model, ids, progress=False)(seen.append, "test")
     assert len(seen) == len(outputs) == 2
     for look, output in zip(seen, outputs, strict=True):
         assert model.get_submodule(look.layer) is attentions[0]
@@ -69,7 +69,7 @@ def test_layers_that_share_keys_and_values_are_one_layer() -> None:
     torch.manual_seed(0)
     model: Any = AutoModel.from_config(config).eval()
     torch._dynamo.reset()
-    watch(model, [prompt(1, 20) % 64], progress=False)(lambda seen: names.append(seen.layer), "")
+    Watched(model, [prompt(1, 20) % 64], progress=False)(lambda seen: names.append(seen.layer), "")
     assert len(names) == 4
     assert set(names) == {f"layers.{i}.self_attn" for i in (0, 1)}
 
@@ -84,4 +84,4 @@ def test_a_model_without_attention_is_refused() -> None:
             return self.linear(input_ids.float())
 
     with pytest.raises(UnmatchedGraphError, match=r"No attention .* is found in Plain"):
-        watch(Plain(), [torch.ones(1, 4).long()], progress=False)(lambda seen: None, "")
+        Watched(Plain(), [torch.ones(1, 4).long()], progress=False)(lambda seen: None, "")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch import is_subclass
-from kvpass.graph.orders import compact, composed, index_of, order_node
+from kvpass.graph.orders import compact, composed, constant_node, index_of
 from kvpass.graph.pattern import Miss, argument, op_name
 from kvpass.ops import logical
 
@@ -84,7 +84,7 @@ def folded(weight: Node, index: Tensor, dim: int = 0) -> Node:
         index = vector_index(composed(*aligned))
         return folded(weight.all_input_nodes[0], index, dim)
     graph, example = weight.graph, weight.meta["example_value"]
-    order = order_node(graph, index, example.device)
+    order = constant_node(graph, index, example.device)
     args = (weight, order, dim)
     for user in weight.users:
         if user.target is logical.permute_weight and user.args == args:

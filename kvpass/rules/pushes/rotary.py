@@ -18,7 +18,7 @@ from kvpass.rules.pushes.views import last_slice
 
 
 @dataclass(frozen=True)
-class _Rotation:
+class Rotation:
     """``x * cos + turned * sin``; ``inner`` are the nodes between ``x`` and ``turned``."""
 
     x: Node
@@ -38,36 +38,36 @@ class Rotary(Push):
 
     def up(self, x: Node, index: Tensor) -> Moved:
         """See `Push.up`."""
-        found = _rotation(x)
+        found = rotation(x)
         if found is None:
             return None
-        rotation, halves = found
+        turn, halves = found
         if not (keeps_halves(index) if halves else keeps_neighbours(index)):
             return Miss("the order does not keep the pairs of the rotary embedding", x)
-        between = (rotation.by_cos, rotation.by_sin, *rotation.inner)
-        tables = (rotation.cos, rotation.sin)
+        between = (turn.by_cos, turn.by_sin, *turn.inner)
+        tables = (turn.cos, turn.sin)
         if miss := alone(between, (x, *between)):
             return miss
-        if miss := changed_miss(rotation.x, *tables, *between):
+        if miss := changed_miss(turn.x, *tables, *between):
             return miss
-        if any(len(shape_of(t)) != index.dim() for t in (rotation.x, *tables)):
+        if any(len(shape_of(t)) != index.dim() for t in (turn.x, *tables)):
             return Miss("cosines and sines have other dimensions than what they rotate", x)
         if any(shape_of(t)[-1] != index.shape[-1] for t in tables):
             return Miss("cosines and sines have other channels than what they rotate", x)
-        moved = permuted(rotation.x, index)
+        moved = permuted(turn.x, index)
         for node in between:
-            node.replace_input_with(rotation.x, moved)
+            node.replace_input_with(turn.x, moved)
         for node, table in zip(between[:2], tables, strict=True):
             node.replace_input_with(table, permuted(table, index, "stays"))
-        return [] if moved is rotation.x else [moved]
+        return [] if moved is turn.x else [moved]
 
 
 def rotations(x: Node) -> list[tuple[int, int, bool]]:
     """The channels of ``x`` ``[..., D]`` that rotary embeddings turn: start, stop, and whether
     their pairs are halves."""
-    if (found := _rotation(x)) is not None:
+    if (found := rotation(x)) is not None:
         return [(0, int(shape_of(x)[-1]), found[1])]
-    if op_name(x) == "cat" and _joins_last(x):
+    if op_name(x) == "cat" and joins_last(x):
         parts, start = [], 0
         for tensor in argument(x, "tensors"):
             parts += [(start + i, start + j, halves) for i, j, halves in rotations(tensor)]
@@ -97,7 +97,7 @@ def keeps_neighbours(index: Tensor) -> bool:
     return bool((first % 2 == 0).all() and (second == first + 1).all())
 
 
-def _rotation(x: Node) -> tuple[_Rotation, bool] | None:
+def rotation(x: Node) -> tuple[Rotation, bool] | None:
     """The rotation that ``x`` is, and whether its pairs are halves."""
     if op_name(x) != "add":
         return None
@@ -111,7 +111,7 @@ def _rotation(x: Node) -> tuple[_Rotation, bool] | None:
             source, inner, halves = found
             factors = [f for f in operands(by_cos) if f is not source]
             if len(factors) == 1 and isinstance(factors[0], Node):
-                return _Rotation(source, factors[0], sin, by_cos, by_sin, inner), halves
+                return Rotation(source, factors[0], sin, by_cos, by_sin, inner), halves
     return None
 
 
@@ -119,7 +119,7 @@ def _turned(node: Any) -> tuple[Node, tuple[Node, ...], bool] | None:
     """``x``, what lies between, and whether halves are turned, if ``node`` is ``turn(x)``."""
     halves = op_name(node) == "cat"
     joined = node if halves or op_name(node) != "reshape" else node.args[0]
-    if op_name(joined) not in ("cat", "stack") or not _joins_last(joined):
+    if op_name(joined) not in ("cat", "stack") or not joins_last(joined):
         return None
     tensors: Any = argument(joined, "tensors")
     if len(tensors) != 2 or op_name(tensors[0]) != "neg":
@@ -141,7 +141,7 @@ def _turned(node: Any) -> tuple[Node, tuple[Node, ...], bool] | None:
     return source, tuple(between), halves
 
 
-def _joins_last(node: Node) -> bool:
+def joins_last(node: Node) -> bool:
     """Whether ``node`` joins its tensors along the last dimension of its result."""
     dim = argument(node, "dim")
     return isinstance(dim, int) and is_last(dim, node)

@@ -13,11 +13,11 @@ from torch.fx import Node
 from kvpass._torch import same_shape
 from kvpass.graph.orders import (
     composed,
+    constant_node,
     embedded,
     index_of,
     is_permutation,
     merged,
-    order_node,
     part,
     permuted,
 )
@@ -34,7 +34,7 @@ class Compose(Push):
         if not is_permutation(x):
             return None
         device = x.meta["example_value"].device
-        x.update_arg(1, order_node(x.graph, composed(index_of(x), index), device))
+        x.update_arg(1, constant_node(x.graph, composed(index_of(x), index), device))
         return [x]
 
 

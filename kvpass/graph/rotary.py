@@ -1,0 +1,78 @@
+"""Binds the cosines and sines that all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.graph.calls import add_call
+from kvpass.ops import logical
+
+ops = torch.ops.kvpass
+
+
+class RotaryBinder:
+    """One argument, one pack and one append for all layers whose keys get the same rows.
+
+    Args:
+        graph: with logical ops.
+        positions: of its placeholders.
+    """
+
+    def __init__(self, graph: Graph, positions: dict[Node, int]) -> None:
+        self._graph = graph
+        self._positions = positions
+        appends = graph.find_nodes(op="call_function", target=logical.append)
+        self._appends: dict[Node, list[Node]] = {}
+        self._rows: dict[Node, Node] = {}
+        for node in appends:
+            if isinstance(rows := node.kwargs.get("rows"), Node):
+                self._appends.setdefault(rows, []).append(node)
+                if isinstance(past := node.args[0], Node):
+                    self._rows[past] = rows
+        # By the rows that are appended, or the placeholder where none are.
+        self._held: dict[Node, Node] = {}
+        self._members: dict[Node, list[int]] = {}
+        self._packed: dict[tuple[Any, ...], Node] = {}
+
+    def known(self, past: Node) -> Node | None:
+        """The argument that holds the cosines and sines of the placeholder ``past`` already."""
+        key = self._rows.get(past, past)
+        if key in self._held:
+            self._members[key].append(self._positions[past])
+        return self._held.get(key)
+
+    def hold(self, past: Node, inner: Node) -> None:
+        """``inner`` is the argument that holds those of ``past``."""
+        key = self._rows.get(past, past)
+        self._held[key], self._members[key] = inner, [self._positions[past]]
+
+    def groups(self) -> Iterator[tuple[int, ...]]:
+        """See `kvpass.graph.binding.Binding.shared`."""
+        return map(tuple, self._members.values())
+
+    def packed(self, node: Node, plan: str) -> Node:
+        """The rows that the first prompt of the ``append`` ``node`` stores."""
+        rows: Any = node.kwargs["rows"]
+        p = TensorPlan.parse(plan)
+        # All that the op asks of a plan.
+        key = (rows, p.keep, p.residency.flush, p.tile)
+        if key not in self._packed:
+            self._packed[key] = add_call(self._graph, ops.pack_rotary.default, rows, plan)
+        return self._packed[key]
+
+    def append(self, node: Node, ends: Node) -> None:
+        """Appends the rows of the ``append`` ``node``, whose past ends at ``ends``, once: in front
+        of what reads the first of the extended keys, or, in a prefill, which reads what it extends
+        plain, behind what reads the last of the keys before."""
+        rows: Any = node.kwargs["rows"]
+        appends = self._appends[rows]
+        first = rows.meta["example_value"].shape[1] <= MAX_STEP
+        if node is appends[0 if first else -1]:
+            add_call(
+                self._graph, ops.append_rotary.default, self._held[rows], rows, ends, node.args[2]
+            )

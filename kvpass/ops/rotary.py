@@ -1,0 +1,67 @@
+"""``kvpass::pack_rotary`` and ``kvpass::append_rotary``: cosines and sines of cached tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.residency import TensorPlan
+from kvpass.ops.library import define
+
+PACK = "pack_rotary(Tensor rows, str plan) -> Tensor"
+APPEND = "append_rotary(Tensor(a!) rotary, Tensor rows, Tensor ends, str plan) -> ()"
+
+
+def pack_rotary(rows: Tensor, plan: str) -> Tensor:
+    """Reference of ``kvpass::pack_rotary``.
+
+    Args:
+        rows: of a first prompt's tokens, ``[B or 1, T, R]``, see `kvpass.cache.rope.Rope`.
+        plan: a printed `TensorPlan` of the keys; those of all layers count tokens alike.
+
+    Returns:
+        ``[B or 1, C, R]``, the row of the token at position ``t`` at ``t % C``.
+    """
+    p = TensorPlan.parse(plan)
+    rows = rows[:, p.skipped(rows.shape[1]) :]
+    rotary = pack_rotary_fake(rows, plan)
+    rotary[:, : rows.shape[1]] = rows
+    return rotary
+
+
+def pack_rotary_fake(rows: Tensor, plan: str) -> Tensor:
+    """Shape of `pack_rotary`."""
+    p, tokens = TensorPlan.parse(plan), rows.shape[1]
+    room = p.capacity(tokens - p.skipped(tokens))
+    return rows.new_empty((rows.shape[0], room, rows.shape[2]))
+
+
+def append_rotary(rotary: Tensor, rows: Tensor, ends: Tensor, plan: str) -> None:
+    """Reference of ``kvpass::append_rotary``: the rows of the new tokens of a step, in place.
+
+    Args:
+        rotary: see `pack_rotary`; with room for them.
+        rows: ``[B or 1, n, R]``.
+        ends: of one of the layers, before it is extended; every sequence of a batch has the same.
+        plan: a printed `TensorPlan`.
+    """
+    count = min(rows.shape[1], rotary.shape[1])
+    first = rows.shape[1] - count
+    if ends.numel():
+        # Without asking the device for the position.
+        slots = ends[0, -1] + torch.arange(first, first + count, device=rows.device)
+        rotary.index_copy_(1, slots % rotary.shape[1], rows[:, first:])
+
+
+def append_rotary_fake(rotary: Tensor, rows: Tensor, ends: Tensor, plan: str) -> None:
+    """Nothing is returned."""
+
+
+def read_rows(rotary: Tensor, start: int, end: int) -> Tensor:
+    """The rows of positions ``start ... end``."""
+    slots = torch.arange(start, end, device=rotary.device) % rotary.shape[1]
+    return rotary.index_select(1, slots)
+
+
+define(PACK, pack_rotary, pack_rotary_fake)
+define(APPEND, append_rotary, append_rotary_fake)
