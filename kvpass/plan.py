@@ -57,8 +57,9 @@ class LayerPlan:
                 raise PlanError(f"The channel order of the {kind} of layer '{layer}': {problem}.")
         for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
             if problem := plan.codec.misfit(dim, kv_heads):
+                codec = plan.brief().split("/")[0]
                 raise PlanError(
-                    f"The {kind} of layer '{layer}' cannot be stored as {plan.brief()}: {problem}."
+                    f"The {kind} of layer '{layer}' cannot be stored as {codec}: {problem}."
                 )
         self._check_ranges(layer, key_dim, kv_heads)
 

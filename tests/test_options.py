@@ -11,6 +11,11 @@ from kvpass.options import Options, parse_options
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import DEFAULT, RECIPES, Fp, Kivi, recipe, written_recipe
 
+RECIPE_NAMES = (
+    "fp, kivi-2bit, kivi-4bit, kvquant-nuq2, kvquant-nuq2-1%, kvquant-nuq3, kvquant-nuq3-1%, "
+    "kvquant-nuq4, kvquant-nuq4-1%, skvq-k2v1.5, skvq-k2v2"
+)
+
 
 def test_defaults():
     assert parse_options(None) == parse_options({}) == Options(recipe(DEFAULT), False, "inductor")
@@ -38,27 +43,27 @@ def test_recipe_objects_and_plans():
     assert parse_options({"recipe": plan, "strict": True}).planner is plan
 
 
-KNOWN = "Allowed: bits, group, inner, recipe, residual, strict."
+KNOWN = "Allowed: before_rope, bits, group, inner, recipe, residual, strict."
 REFUSED = [
     (
         {"recipe": "kivi-3bit"},
         "Unknown recipe 'kivi-3bit'. Did you mean 'kivi-4bit' or 'kivi-2bit'? "
-        "Allowed: fp, kivi-2bit, kivi-4bit, skvq-k2v1.5, skvq-k2v2.",
+        "Allowed: " + RECIPE_NAMES + ".",
     ),
     (
         {"recipe": "zz"},
-        "Unknown recipe 'zz'. Allowed: fp, kivi-2bit, kivi-4bit, skvq-k2v1.5, skvq-k2v2.",
+        "Unknown recipe 'zz'. Allowed: " + RECIPE_NAMES + ".",
     ),
     (
         {"recipe": 3},
         "recipe=3 is not supported; allowed: a Recipe, a Plan, the path of a plan's *.safetensors "
-        "file, or one of fp, kivi-2bit, kivi-4bit, skvq-k2v1.5, skvq-k2v2.",
+        "file, or one of " + RECIPE_NAMES + ".",
     ),
     ({"grup": 32}, f"Unknown option 'grup'. Did you mean 'group'? {KNOWN}"),
     ({"zz": 1}, f"Unknown option 'zz'. {KNOWN}"),
     (
         {"recipe": "fp", "bits": 2},
-        "Unknown option 'bits'. Allowed: inner, recipe, strict.",
+        "Unknown option 'bits'. Allowed: before_rope, inner, recipe, strict.",
     ),
     ({"strict": 1}, "strict=1 is not supported; allowed: True, False."),
     (
@@ -106,11 +111,11 @@ def test_unknown_field_of_a_recipe():
         recipe("kivi-2bit", bitts=2)
     assert str(caught.value) == (
         "Unknown option of recipe 'kivi-2bit': 'bitts'. Did you mean 'bits'? "
-        "Allowed: bits, group, residual."
+        "Allowed: before_rope, bits, group, residual."
     )
     with pytest.raises(OptionError) as caught:
         recipe("fp", bits=2)
-    assert str(caught.value) == "Unknown option of recipe 'fp': 'bits'. Allowed: (none)."
+    assert str(caught.value) == "Unknown option of recipe 'fp': 'bits'. Allowed: before_rope."
 
 
 def test_sentence_names_at_most_three_close_names():

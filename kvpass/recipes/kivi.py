@@ -44,7 +44,7 @@ class Kivi(Recipe):
                 f"residual={self.residual!r} is not supported; allowed: a positive number of "
                 "tokens."
             )
-        if self.group is not None and not isinstance(self.group, int):
+        if self.group is not None and (not isinstance(self.group, int) or self.group < 2):
             raise OptionError(
                 f"group={self.group!r} is not supported; allowed: a whole number of at least 2."
             )

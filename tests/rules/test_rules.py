@@ -26,6 +26,7 @@ def test_order_of_the_built_in_rules():
     assert [rule.name for rule in rules.RULES] == [
         "quantize_static",
         "quantize_cache",
+        "cache_before_rope",
         "fuse_attention",
         "mask_to_bounds",
         "decode_reader",
@@ -72,6 +73,7 @@ def test_registering_a_name_again_replaces_the_rule():
     assert [rule.name for rule in rules.RULES] == [
         "quantize_cache",
         "quantize_static",
+        "cache_before_rope",
         "fuse_attention",
         "mask_to_bounds",
         "decode_reader",
