@@ -42,15 +42,23 @@ class Row:
     perplexity: float
     recall: float
 
+    def __str__(self) -> str:
+        return f"{self.name:16}{self.bits:>8.3f}{self.perplexity:>12.3f}{self.recall:>9.1%}"
+
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="What each part of SKVQ is worth.")
     parser.add_argument("--groups", type=int, nargs="+", default=[32, 64, 128])
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `Bench` is told."""
     parser.add_argument("--samples", type=int, default=64, help="calibration texts")
     parser.add_argument("--texts", type=int, default=8, help="held-out texts")
     parser.add_argument("--documents", type=int, default=2, help="of 24 recall questions each")
-    return parser.parse_args(argv)
 
 
 class Bench:
@@ -81,20 +89,20 @@ class Bench:
 
         def new_cache() -> Any:
             assert plan is not None
-            return kvpass.oracle_cache(plan, self.model.config)
+            return kvpass.oracle_cache(plan, self.model.config, self.model)
 
         cache = None if plan is None else new_cache
         return Row(
             name,
-            16.0 if plan is None else _bits(plan, self.model.config.head_dim),
+            16.0 if plan is None else _bits(plan, self.model.config),
             perplexity(self.model, self.texts, PROMPT, cache),
             recall_accuracy(self.model, self.recall, cache),
         )
 
 
-def _bits(plan: kvpass.Plan, dim: int) -> float:
-    layer = plan.layer_at(0)
-    each = [tensor.codec.bits_per_element(dim) for tensor in (layer.keys, layer.values)]
+def _bits(plan: kvpass.Plan, config: Any) -> float:
+    layer, shape = plan.layer_at(0), (config.head_dim, config.num_key_value_heads)
+    each = [tensor.codec.bits_per_element(*shape) for tensor in (layer.keys, layer.values)]
     return sum(each) / len(each)
 
 
@@ -125,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             except kvpass.KvpassError as error:
                 tqdm.write(f"{name:16}{error}")
                 continue
-            tqdm.write(f"{row.name:16}{row.bits:>8.3f}{row.perplexity:>12.3f}{row.recall:>9.1%}")
+            tqdm.write(str(row))
 
 
 if __name__ == "__main__":

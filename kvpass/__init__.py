@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from kvpass.cache.filters import register_filter as register_filter
     from kvpass.cache.order import ChannelOrder as ChannelOrder
     from kvpass.cache.packed import PackedKV as PackedKV
+    from kvpass.cache.ranges import ChannelRanges as ChannelRanges
     from kvpass.cache.residency import Residency as Residency
     from kvpass.cache.residency import Segment as Segment
     from kvpass.cache.residency import TensorPlan as TensorPlan
     from kvpass.calibration.calibrate import calibrate as calibrate
+    from kvpass.calibration.sensitivity import sensitivities as sensitivities
     from kvpass.errors import KvpassError as KvpassError
     from kvpass.inplace import fold_inplace as fold_inplace
     from kvpass.inspect.explain import explain as explain
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 # imported.
 _HOMES = {
     "ChannelOrder": "kvpass.cache.order",
+    "ChannelRanges": "kvpass.cache.ranges",
     "Codec": "kvpass.cache.codec",
     "KvpassError": "kvpass.errors",
     "LayerPlan": "kvpass.plan",
@@ -53,6 +56,7 @@ _HOMES = {
     "recipe": "kvpass.recipes",
     "register_filter": "kvpass.cache.filters",
     "register_rule": "kvpass.rules",
+    "sensitivities": "kvpass.calibration.sensitivity",
 }
 __all__ = ["backend", *sorted(_HOMES)]
 

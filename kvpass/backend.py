@@ -33,6 +33,7 @@ from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe
 from kvpass.rules import Context, Event, apply_rules
+from kvpass.rules.concerns import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,11 @@ def kvpass(
     with report.timed("find sites"):
         context = Context(module.graph, find_sites(module.graph), opts.planner)
     with report.timed("apply rules"):
+        biases = large_key_biases(context, examples)
         report.events = rewrite(context, examples)
     with report.timed("verify"):
-        report.warnings += context.warnings + unpack_unmatched(context, report.events)
+        report.warnings += context.warnings + bias_warnings(context, biases)
+        report.warnings += unpack_unmatched(context, report.events)
         verify_rewritten(module.graph)
         module.recompile()
         report.after = copy_module(module)

@@ -16,9 +16,9 @@ from kvpass.bench.contenders import (
     packed_contender,
 )
 from kvpass.bench.device import require_memory
+from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Result, copy_bandwidth, measure
-from kvpass.recipes import written_recipe as recipe_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def bench_attention(
     """
     for case in cases:
         for name in recipes:
-            recipe_of(name).layer_plan("*", case.head_dim, case.head_dim)
+            check_recipe(name, case.head_dim)
         require_memory(case.needed_bytes, case.device, f"A cache of {case.tokens} tokens")
     runs = []
     for case in cases:

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvpass.ops.pack  # noqa: F401  (registers the op)
 from kvpass.backend import provider
 from kvpass.bench.device import cache_size, free_memory
+from kvpass.bench.plans import layer_plan, packed_states
 from kvpass.bench.timing import Contender, relative_error
 from kvpass.cache.packed import PackedKV
 from kvpass.errors import OptionError
-from kvpass.recipes import written_recipe as recipe_of
 
 HF_NAME = "sdpa enable_gqa (HF)"
 ROWS_NAME = "sdpa rows"
@@ -149,9 +148,9 @@ def packed_contender(case: Case, recipe: str, q: Tensor, k: Tensor, v: Tensor) -
         OptionError: if there is no such recipe.
         PlanError: if it does not fit the head dimension.
     """
-    plan = recipe_of(recipe).layer_plan("*", case.head_dim, case.head_dim)
+    plan = layer_plan(recipe, k, v)
     plans = (str(plan.keys), str(plan.values))
-    keys, values = (torch.ops.kvpass.pack(x, text) for x, text in zip((k, v), plans, strict=True))
+    keys, values = packed_states(plan, k, v)
     handles = [
         PackedKV(state, tensor_plan, case.tokens, case.dtype)
         for state, tensor_plan in ((keys, plan.keys), (values, plan.values))

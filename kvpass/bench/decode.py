@@ -19,9 +19,9 @@ from kvpass.bench.device import require_memory
 from kvpass.bench.filling import Setting
 from kvpass.bench.memory import cache_bytes
 from kvpass.bench.models import model_bytes, random_model
+from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Result, measure
-from kvpass.recipes import written_recipe as recipe_of
 
 _WARM_UP = 3
 # Plain caches that are alive at once: three contenders and the reference.
@@ -49,7 +49,7 @@ def bench_decode(
     """
     shape = setting.shape
     for name in recipes:
-        recipe_of(name).layer_plan("*", shape.head_dim, shape.head_dim)
+        check_recipe(name, shape.head_dim)
     plain = cache_bytes(None, shape, setting.batch, setting.context, setting.dtype.itemsize)
     what = f"Decoding at {setting.context} tokens with batch {setting.batch}"
     weights = model_bytes(setting.config, setting.dtype)

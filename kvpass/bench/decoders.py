@@ -26,9 +26,10 @@ from kvpass.bench.filling import (
     random_cache,
     step,
 )
+from kvpass.bench.plans import layer_plan
 from kvpass.bench.timing import Contender, Result, relative_error
 from kvpass.inspect.report import reports
-from kvpass.recipes import written_recipe as recipe_of
+from kvpass.plan import Plan
 
 EAGER_NAME = "eager, DynamicCache"
 _QUANTIZED = {"quanto": "optimum.quanto", "hqq": "hqq"}
@@ -95,15 +96,15 @@ class _Decoding:
 
 def packed_contender(setting: Setting, model: Any, recipe: str) -> Contender:
     """The model compiled by kvpass under ``recipe``."""
-    chosen = recipe_of(recipe)
+    plan = Plan(layer_plan(recipe, *setting.layer()), recipe=recipe)
     # Strict: a part that runs unpacked must not be timed as if it were packed.
-    options: dict[str, Any] = {"recipe": chosen, "strict": True, "inner": setting.inner}
+    options: dict[str, Any] = {"recipe": plan, "strict": True, "inner": setting.inner}
     run = torch.compile(new_step("packed_step"), backend="kvpass", options=options)
 
     def fill() -> Filled:
         if setting.fill == "prompt":
             return prefill(setting, model, run, lambda: DynamicCache(config=setting.config))
-        return packed_cache(setting, chosen.plan(setting.config).default), ""
+        return packed_cache(setting, plan.default), ""
 
     decoding = _Decoding(setting, model, run, fill)
     return decoding.contender(f"kvpass {recipe}", required=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import QuantizedLayer
 
-import kvpass.ops.pack  # noqa: F401  (registers the op)
 from kvpass.bench.contenders import random_tokens
 from kvpass.bench.models import CacheShape, cache_shape
+from kvpass.bench.plans import packed_states
 from kvpass.bench.timing import synchronize
 from kvpass.cache.packed import PackedKV
 from kvpass.errors import OptionError, unknown
@@ -133,13 +133,16 @@ def packed_cache(setting: Setting, plan: LayerPlan) -> Any:
     """What a prefill leaves behind, without the prefill; ``plan`` is that of every layer."""
     cache = DynamicCache(config=setting.config)
     plain, plans = setting.layer(), (plan.keys, plan.values)
-    states = [torch.ops.kvpass.pack(x, str(p)) for x, p in zip(plain, plans, strict=True)]
+    states = packed_states(plan, *plain)
     for layer in cache.layers:
         layer.lazy_initialization(*plain)
         layer.keys, layer.values = (
             PackedKV([t.clone() for t in state], p, setting.context, setting.dtype)
             for state, p in zip(states, plans, strict=True)
         )
+        if plan.keys.rope is not None:
+            # All layers hold the same.
+            layer.keys.rotary = cache.layers[0].keys.rotary
         for handle in (layer.keys, layer.values):
             handle.mark_dynamic()
     return cache

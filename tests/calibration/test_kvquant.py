@@ -11,7 +11,7 @@ import torch
 from sklearn.cluster import KMeans
 from torch.nn.functional import cross_entropy
 
-from kvpass import PackedKV, Plan, calibrate, oracle_cache, recipe
+from kvpass import PackedKV, Plan, calibrate, oracle_cache, recipe, sensitivities
 from kvpass.calibration.levels import Levels
 from kvpass.calibration.observe import Watched
 from kvpass.calibration.seen import SeenGradient
@@ -215,3 +215,35 @@ def test_without_calibration_it_is_one_sentence() -> None:
 def test_models_that_turn_keys_in_another_way_are_refused() -> None:
     with pytest.raises(PlanError, match=r"before their rotary embedding: .* follows"):
         plan_for(tiny_model("hunyuan_v1_dense", layers=1), "kvquant-nuq3")
+
+
+def test_sensitivity_is_the_error_weighted_by_gradients() -> None:
+    """Appendix P, by hand: per layer, and less with more bits."""
+    model = tiny_model("llama")
+    plan = plan_for(model, "kvquant-nuq2")
+    found = sensitivities(model, plan, IDS, batch=2, progress=False)
+    assert list(found) == list(plan.layers)
+    wanted = dict.fromkeys(found, 0.0)
+    torch._dynamo.reset()
+
+    def add(seen: SeenGradient) -> None:
+        layer = plan.layer(seen.layer)
+        if seen.kind == "values":
+            error = seen.x - layer.values.codec.rounded(seen.x)
+            wanted[seen.layer] += float((error * seen.gradient).square().sum()) / 240
+
+    Watched(model, IDS, progress=False).gradients(add, "test")
+    assert [s.values for s in found.values()] == pytest.approx(list(wanted.values()), rel=1e-4)
+    fine = sensitivities(model, plan_for(model, "kvquant-nuq4"), IDS, progress=False)
+    for name, score in found.items():
+        assert 0 < fine[name].keys < score.keys
+        assert 0 < fine[name].values < score.values
+    uniform = recipe("kivi-2bit", group=4, residual=16).plan(model.config)
+    assert all(s.keys > 0 for s in sensitivities(model, uniform, IDS, progress=False).values())
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model = tiny_model("llama", layers=1)
+    plan = recipe("kivi-2bit").plan(model.config)
+    with pytest.raises(OptionError, match="compiled already"):
+        sensitivities(compiled(model, "fp"), plan, IDS)

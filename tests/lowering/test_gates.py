@@ -8,9 +8,11 @@ with both sides.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvpass._torch import FakeTensorMode
-from kvpass.recipes import RECIPES, recipe
+from kvpass.bench.plans import layer_plan
+from kvpass.recipes import RECIPES, Kvquant, recipe
 from lowering.inspection import (
     CAPABILITIES,
     inspect_launch,
@@ -19,7 +21,7 @@ from lowering.inspection import (
     matrix_products,
 )
 from lowering.layer import layer_launches
-from lowering.layouts import layout_of
+from lowering.layouts import decline_codec, layout_of
 
 HEAD_DIM = 128
 HEADS_PER_GROUP = 4
@@ -62,6 +64,12 @@ def budget(plans: tuple[str, str], capability: int) -> float:
 def test_the_formats_of_every_recipe_have_a_bound():
     for name in RECIPES:
         known = recipe(name)
+        if isinstance(known, Kvquant):
+            x = torch.randn(1, 4, 64, HEAD_DIM)
+            plan = layer_plan(name, x, x)
+            assert decline_codec(str(plan.keys)), "PyTorch serves it on GPUs"
+            assert decline_codec(str(plan.values))
+            continue
         if known.calibrated:
             # Orders change no kernel of attention, and clips only those that write.
             known = recipe(name, clip=False, reorder=False, slots=True)

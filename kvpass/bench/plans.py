@@ -1,0 +1,84 @@
+"""The plans that benchmarks pack random keys and values by, calibrated ones too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import kvpass.ops.pack
+import kvpass.ops.rotary  # noqa: F401  (registers the ops)
+from kvpass.cache.rope import Rope
+from kvpass.calibration.seen import GradientObserver, Kind, Observer, Seen, SeenGradient
+from kvpass.plan import LayerPlan
+from kvpass.recipes import written_recipe
+
+# That a calibrated recipe sees.
+_TOKENS = 1024
+_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class _Random:
+    """A `kvpass.calibration.seen.Pass` over one layer's random tokens; gradients are random,
+    too."""
+
+    keys: Tensor
+    values: Tensor
+
+    def tokens(self, skip: int = 0) -> int:
+        return self.keys.shape[0] * max(0, self.keys.shape[2] - skip)
+
+    def __call__(self, observer: Observer, name: str) -> None:
+        q = torch.randn_like(self.keys)
+        scale = self.keys.shape[3] ** -0.5
+        known = (None, scale, None, True, 0.0, (), self.keys)
+        observer(Seen("*", q, self.keys, self.values, *known))
+
+    def gradients(self, observer: GradientObserver, name: str) -> None:
+        kinds: tuple[Kind, ...] = ("keys", "before_rope", "values")
+        for kind in kinds:
+            x = self.values if kind == "values" else self.keys
+            observer(SeenGradient("*", kind, x, torch.randn_like(x)))
+
+
+def check_recipe(name: str, head_dim: int) -> None:
+    """Raises:
+    OptionError: if there is no such recipe.
+    PlanError: if it does not fit the head dimension.
+    """
+    recipe = written_recipe(name)
+    if not recipe.calibrated:
+        recipe.layer_plan("*", head_dim, head_dim)
+
+
+def layer_plan(name: str, keys: Tensor, values: Tensor) -> LayerPlan:
+    """The plan of a layer with these keys and values ``[B, H, T, D]``, in the order in which they
+    are; that of a calibrated recipe comes from some of them."""
+    recipe = written_recipe(name)
+    if recipe.calibrated:
+        with torch.random.fork_rng(devices=[keys.device] if keys.is_cuda else []):
+            torch.manual_seed(0)
+            seen = _Random(keys[:1, :, :_TOKENS], values[:1, :, :_TOKENS])
+            plan = recipe.fit(seen, seed=0).layers["*"]
+    else:
+        plan = recipe.layer_plan("*", keys.shape[3], values.shape[3])
+    rope = Rope("halves", 0, keys.shape[3]) if plan.before_rope else None
+    return replace(plan, keys=replace(plan.keys, rope=rope), key_order=None, value_order=None)
+
+
+def packed_states(
+    plan: LayerPlan, keys: Tensor, values: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What ``kvpass::pack`` makes of keys and values; the former stand before their rotary
+    embedding where the plan says so."""
+    ranges = None if plan.key_ranges is None else plan.key_ranges.tensor(keys.device)
+    k = torch.ops.kvpass.pack(keys, str(plan.keys), ranges)
+    if plan.keys.rope is not None:
+        half = plan.keys.rope.channels // 2
+        steps = torch.arange(half, device=keys.device) / half
+        angles = torch.arange(keys.shape[2], device=keys.device).unsqueeze(1) * _THETA**-steps
+        rows = torch.cat([angles.cos(), angles.sin()], dim=1).to(keys.dtype).unsqueeze(0)
+        k.insert(-1, torch.ops.kvpass.pack_rotary(rows, str(plan.keys)))
+    return k, torch.ops.kvpass.pack(values, str(plan.values))

@@ -1,0 +1,36 @@
+"""Models whose weights are quantized, by torchao."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpass import PackedKV, Plan, calibrate, explain, oracle_cache, recipe
+from tests.harness import compiled, run_steps
+from tests.models import prompt, tiny_model
+from tests.tolerances import LOGITS_CODE_FLIP
+
+quantization = pytest.importorskip("torchao.quantization")
+
+
+def plan_of(model: Any, name: str) -> Plan:
+    if name.startswith("kivi"):
+        return recipe(name, group=8, residual=16).plan(model.config)
+    return calibrate(model, name, [prompt(1, 60, seed=i) for i in range(2)], progress=False)
+
+
+@pytest.mark.parametrize("name", ["kivi-4bit", "kvquant-nuq3-1%"])
+def test_a_packed_cache_beside_int8_weights(name: str) -> None:
+    model = tiny_model("llama", layers=1)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    torch._dynamo.reset()
+    plan = plan_of(model, name)
+    ids, steps = prompt(1, 60), [40] + [1] * 20
+    twin = compiled(model, plan, strict=True)
+    got, cache = run_steps(twin, ids, steps)
+    wanted, _ = run_steps(model, ids, steps, None, oracle_cache(plan, model.config, model))
+    assert (got - wanted).abs().max().item() <= LOGITS_CODE_FLIP
+    assert isinstance(cache.layers[0].keys, PackedKV)
+    assert "attention: cpp" in str(explain(twin))
