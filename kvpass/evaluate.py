@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvpass.cache.size import held_bytes, stored_bits
 from kvpass.errors import OptionError
 
 NewCache = Callable[[], Any]
@@ -108,9 +109,7 @@ def first_difference(a: Tensor, b: Tensor) -> int | None:
 def cache_bytes(cache: Any) -> tuple[int, float]:
     """Bytes that the keys and values of a transformers cache hold, and bits per element stored."""
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    elements = sum(t.numel() for t in tensors)
-    bits = sum(getattr(t, "bits_per_element", 8 * t.dtype.itemsize) * t.numel() for t in tensors)
-    return sum(int(t.nbytes) for t in tensors), bits / max(elements, 1)
+    return held_bytes(tensors), stored_bits(tensors)
 
 
 def _prefill(model: Any, ids: Tensor, new_cache: NewCache | None) -> tuple[Tensor, Any]:

@@ -53,6 +53,10 @@ class RotaryTables:
             )
         return RotaryTables(found[0], kinds[tuple(turned)])
 
+    def __deepcopy__(self, memo: Any) -> RotaryTables:
+        """Copies of a cache are used by the same model."""
+        return self
+
     def see(self, cos: Tensor, sin: Tensor) -> None:
         """Keeps what the model has computed."""
         channels = cos.shape[-1]

@@ -12,6 +12,7 @@ import torch
 
 from kvpass.cache.native import DECODES
 from kvpass.cache.packed import PackedKV
+from kvpass.cache.size import held_bytes, stored_bits
 from kvpass.inspect.report import GraphReport, reports
 
 
@@ -112,10 +113,9 @@ def _bytes(report: GraphReport) -> list[str]:
     current = [h for h in handles if not h.stale]
     if not current:
         return []
-    held = sum(h.nbytes for h in current)
+    held = held_bytes(current)
     plain = sum(h.numel() * h.dtype.itemsize for h in current)
-    elements = sum(h.numel() for h in current)
-    bits = sum(h.bits_per_element * h.numel() for h in current) / max(elements, 1)
+    bits = stored_bits(current)
     return [
         f"  cache now: {len(current)} tensors of {current[0].shape[2]} tokens, {held:,} bytes held "
         f"({plain:,} in {current[0].dtype}), {bits:.2f} bits per element"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_generation_equals_the_oracle(beams: int) -> None:
     plan = KIVI.plan(model.config)
     wanted = model.generate(ids, past_key_values=oracle_cache(plan, model.config, model), **options)
     assert torch.equal(compiled(model, KIVI).generate(ids, **options), wanted)
+
+
+def test_copies_of_the_oracles_cache_go_on() -> None:
+    model = model_of("llama", layers=1)
+    ids, plan = prompt(1, 60), KIVI.plan(model_of("llama", layers=1).config)
+    _, cache = run_steps(model, ids[:, :40], [40], None, oracle_cache(plan, model.config, model))
+    copied = copy.deepcopy(cache)
+    wanted, _ = run_steps(model, ids[:, 40:], [1] * 20, None, cache)
+    got, _ = run_steps(model, ids[:, 40:], [1] * 20, None, copied)
+    assert torch.equal(got, wanted)
 
 
 def test_keys_without_rotary_embedding_are_stored_as_they_are() -> None:
