@@ -55,11 +55,13 @@ def without_one_step(state, plan, packed, total):
 
 
 # The exact tokens are so many that a flush is due where the plan has one.
-APPENDS = [(kivi(2)[0], 50), (kivi(2)[0], 128), (kivi(4)[1], 129), ("fp", 0)]
+PLANS = [(kivi(2)[0], 50), (kivi(2)[0], 128), (kivi(4)[1], 129)]
+TABLE = "table-0.9,-0.5,-0.3,-0.1,0.05,0.2,0.55,0.95/window=0,flush=1"
+OUTLIERS = [(f"nuq3.{axis}.outliers4.{TABLE}", 1) for axis in ("channel0", "token128")]
+APPENDS = [(ops, *case) for ops in OPS for case in [*PLANS, *OUTLIERS, ("fp", 0)]]
 
 
-@pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize(("plan", "exact"), APPENDS)
+@pytest.mark.parametrize(("ops", "plan", "exact"), APPENDS)
 def test_an_append_touches_and_allocates_only_its_tokens(ops, plan, exact):
     """At 64K tokens as at 1K: all else keeps its place and its bytes."""
     new, allocated = torch.randn(1, 2, 1, 64), []
@@ -96,8 +98,7 @@ def interleaved(calls, rounds):
     return times
 
 
-@pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize(("plan", "exact"), APPENDS[:3])
+@pytest.mark.parametrize(("ops", "plan", "exact"), [a for a in APPENDS if a[1] != "fp"])
 @pytest.mark.usefixtures("one_thread")
 def test_an_append_takes_no_longer_at_64k_tokens(ops, plan, exact):
     """Measured 1.0; a pass over the packed tokens would take many times as long."""

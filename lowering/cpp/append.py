@@ -13,7 +13,9 @@ from kvpass.errors import KernelError
 from lowering.cpp.constants import (
     clip_argument,
     decline_device,
-    decline_tensor,
+    decline_writing,
+    middle_argument,
+    outlier_argument,
     pointers,
     sinks_argument,
 )
@@ -30,7 +32,7 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
         return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
     return (
         decline_device(new)
-        or decline_tensor(plan, int(new.shape[3]))
+        or decline_writing(plan, int(new.shape[3]))
         or decline_gaps(state, plan)
         or decline_compiler("append", **tensor_parameters(plan, int(new.shape[3]), new.dtype))
     )
@@ -58,6 +60,8 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
         )
         + clip_argument(plan, heads, dim)
         + sinks_argument(state, plan)
+        + middle_argument(plan)
+        + outlier_argument(state, plan)
     )  # fmt: skip
     if room >= 0:
         raise KernelError(

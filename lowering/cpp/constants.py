@@ -164,12 +164,34 @@ def decline_plan(plan: str, dim: int) -> str | None:
     return None
 
 
-def decline_tensor(plan: str, dim: int, reads: bool = False) -> str | None:
-    """Why C++ cannot write tokens of ``dim`` channels stored so, or with ``reads`` decode them; or
-    None."""
-    p = TensorPlan.parse(plan)
-    stored = plan if reads else str(replace(p, rope=None))
-    return decline_calibrated(stored) or decline_groups(p.codec, dim) or decline_plan(plan, dim)
+def decline_reading(plan: str, dim: int) -> str | None:
+    """Why C++ cannot decode tokens of ``dim`` channels stored so, or None."""
+    codec = TensorPlan.parse(plan).codec
+    return decline_calibrated(plan) or decline_groups(codec, dim) or decline_plan(plan, dim)
+
+
+def decline_writing(plan: str, dim: int) -> str | None:
+    """Why C++ cannot encode tokens of ``dim`` channels so, or None."""
+    codec = TensorPlan.parse(plan).codec
+    if codec.clip != 1 and codec.groups.joined_heads(dim) > 1:
+        return f"groups of {codec} that span heads of {dim} are not clipped"
+    if codec.word_bits == 1.5 and codec.groups.joined_heads(dim) > 1:
+        return f"base 3 of {codec} is not supported where groups span heads"
+    return decline_plan(plan, dim)
+
+
+def middle_argument(plan: str) -> bytes:
+    """Where the numbers halfway between the levels of a table are, if there is one."""
+    middles = _middles(TensorPlan.parse(plan).codec.table)
+    return b"" if middles is None else struct.pack("P", middles.data_ptr())
+
+
+@cache
+def _middles(table: tuple[float, ...] | None) -> Tensor | None:
+    if table is None:
+        return None
+    with torch.inference_mode(False):
+        return torch.tensor(table).unfold(0, 2, 1).mean(1).contiguous()
 
 
 def level_argument(plan: str) -> bytes:

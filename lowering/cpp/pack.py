@@ -14,7 +14,9 @@ from kvpass.ops.pack import empty_state
 from lowering.cpp.constants import (
     clip_argument,
     decline_device,
-    decline_tensor,
+    decline_writing,
+    middle_argument,
+    outlier_argument,
     pointers,
     sinks_argument,
 )
@@ -28,7 +30,7 @@ def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
     return (
         decline_device(new)
-        or decline_tensor(plan, int(new.shape[3]))
+        or decline_writing(plan, int(new.shape[3]))
         or decline_compiler("pack", **_parameters(plan, int(new.shape[3]), new.dtype))
     )
 
@@ -50,6 +52,8 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     batch, heads, count, dim = new.shape
     packed = p.packed(count)
     state = empty_state(new, p, packed)
+    if ranges is not None:
+        state[1].copy_(ranges)
     if new.stride(3) != 1:
         new = new.contiguous()
     _function(plan, dim, new.dtype)(
@@ -60,5 +64,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
         )
         + clip_argument(plan, heads, dim)
         + sinks_argument(state, plan)
+        + middle_argument(plan)
+        + outlier_argument(state, plan)
     )  # fmt: skip
     return state

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowering.cpp.constants import decline_device, decline_tensor, pointers, sinks_argument
+from lowering.cpp.constants import decline_device, decline_reading, pointers, sinks_argument
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import decline_conversion, decline_gaps, exact_tokens
 
@@ -24,7 +24,7 @@ def supports(
     return (
         decline_conversion(exact, dtype)
         or decline_device(exact)
-        or decline_tensor(plan, int(exact.shape[3]), reads=True)
+        or decline_reading(plan, int(exact.shape[3]))
         or decline_gaps(state, plan)
         or decline_compiler("unpack", **tensor_parameters(plan, int(exact.shape[3]), dtype))
     )

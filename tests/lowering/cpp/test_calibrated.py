@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-import kvpass.ops.rotary  # noqa: F401  (registers the ops)
-from kvpass.cache.encoding import offline_params
+import lowering.cpp.append
+import lowering.cpp.pack
+from kvpass.cache.encoding import offline_params, split_outliers
+from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
 from lowering.cpp.attention import attention, supports
 from tests.lowering.cpp.test_attention import query
@@ -114,3 +118,80 @@ def test_query_rows(heads: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(dtype: torch.dtype) -> None:
     check(PLANS["nuq3-1%"], 300, query(8, 1, 64, dtype), batch=2)
+
+
+def same_state(got: list[torch.Tensor], wanted: list[torch.Tensor], plan: str) -> None:
+    """Bit for bit, but for the order of outliers, where tokens live."""
+    p = TensorPlan.parse(plan)
+    assert torch.equal(got[-1], wanted[-1])
+    *_, packed, total = got[-1][0].tolist()
+    slots = torch.arange(max(0, packed - got[0].shape[2]), packed - p.sinks) % got[0].shape[2]
+    exact = torch.arange(packed, total) % p.ring
+    for name, a, b in zip(p.own_names, got, wanted, strict=True):
+        if name == "outliers":
+            (ours, held), (theirs, values) = (split_outliers(x[:, slots]) for x in (a, b))
+            assert torch.equal((ours < 0xFFFF).sum(2), (theirs < 0xFFFF).sum(2))
+            # Of equal elements either may be the outlier: in bfloat16 many are.
+            numbers = [
+                torch.where(place < 0xFFFF, value.float(), torch.inf).sort(dim=2).values
+                for place, value in ((ours, held), (theirs, values))
+            ]
+            assert torch.equal(*numbers)
+            if got[2].dtype == torch.float32:
+                assert torch.equal(ours.sort(dim=2).values, theirs.sort(dim=2).values)
+        elif name == "params" and p.codec.axis == "token":
+            assert torch.equal(a[..., slots], b[..., slots])
+        elif name in ("codes", "window"):
+            live = slots if name == "codes" else exact
+            assert torch.equal(a[:, :, live], b[:, :, live])
+        elif name == "params":
+            groups = packed // p.codec.group if p.codec.group else 1
+            assert torch.equal(a[:, :, :groups], b[:, :, :groups])
+
+
+ENCODED = [
+    *PLANS["nuq4"],
+    *PLANS["nuq3-1%"],
+    *PLANS["nuq2-qnorm"],
+    *PLANS["uniform"],
+    *PLANS["sliding"],
+    PLANS["joined"][1],
+    "int4.token64.fp8/sinks=2,window=4,flush=2",
+    nuq(3, "token128", 2, rest="").replace("token128", "token128.fp8"),
+    PLANS["kivi"][0],
+]
+
+
+@pytest.mark.parametrize("plan", ENCODED, ids=lambda text: text.replace("/", " "))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_encoding_is_the_references(plan: str, dtype: torch.dtype) -> None:
+    """Of a prompt, and of steps of one and of several tokens, and of another prompt."""
+    cpp, p = torch.ops.kvpass_cpp, TensorPlan.parse(plan)
+    x = keys_like(2, 2, 400, 64, dtype, 3)
+    low, high = x.float().amin((0, 2)) * 0.8, x.float().amax((0, 2)) * 0.8
+    ranges = offline_params(p.codec, low, high) if p.codec.offline else None
+    parts = x.split([130, 1, 1, 5, 16, 1, 100, 1, 145], dim=2)
+    assert lowering.cpp.pack.supports(parts[0], plan, ranges) is None
+    got, wanted = (op(parts[0], plan, ranges) for op in (cpp.pack, ops.pack))
+    same_state(got, wanted, plan)
+    room = p.capacity(400)
+    for state in (got, wanted):
+        handle = PackedKV(state, replace(p, rope=None), 130, dtype)
+        handle.grow(room)
+        state[:] = handle.state
+    for part in parts[1:]:
+        assert lowering.cpp.append.supports(got, part, plan) is None
+        cpp.append(got, part, plan)
+        ops.append(wanted, part, plan)
+        same_state(got, wanted, plan)
+
+
+def test_a_key_that_is_no_number_is_an_outlier() -> None:
+    plan = PLANS["nuq3-1%"][0]
+    x = keys_like(1, 2, 40, 64, torch.float32)
+    x[0, 1, 20, 7] = torch.nan
+    ranges = offline_params(TensorPlan.parse(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
+    state = torch.ops.kvpass_cpp.pack(x, plan, ranges)
+    places, values = split_outliers(state[4][0, 19])
+    assert values[places == 64 + 7].isnan().all()
+    assert (places == 64 + 7).sum() == 1
