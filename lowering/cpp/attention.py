@@ -93,11 +93,12 @@ def _rows(q: Tensor, k: Tensor) -> int:
 
 def _lanes(k_plan: str, v_plan: str, k_dim: int, v_dim: int, rows: int) -> int:
     """Vectors no wider than a plane of words, or than the rows that fill them: they would be mostly
-    padding."""
+    padding. What is decoded first may be so for the time of that."""
     lanes = native_lanes()
     if rows > _FEW_ROWS:
         return min(lanes, rows)
-    width = min(constants_of(k_plan, k_dim).width, constants_of(v_plan, v_dim).width)
+    known = (constants_of(k_plan, k_dim), constants_of(v_plan, v_dim))
+    width = min(2 * c.width if c.decoded else c.width for c in known)
     while lanes > max(width, _FEWEST_LANES):
         lanes //= 2
     return lanes
