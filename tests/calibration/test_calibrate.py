@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_saved_plans_load_back(tmp_path: Any) -> None:
     assert Plan.load(path) == plan
     assert plan.calibration is not None
     assert plan.calibration.tokens == 240
-    assert plan.calibration.versions["torch"] == torch.__version__
+    assert plan.calibration.versions["torch"] == version("torch")
     twin = compiled(model, path)
     assert error_to_oracle(twin, model, plan, prompt(1, 30), [29, 1]) <= LOGITS_CODES_FP32
 

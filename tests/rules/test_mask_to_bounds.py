@@ -188,6 +188,7 @@ def test_a_padded_additive_mask_stays_which_is_no_failure():
     assert_close(got[:, 5:], expected[:, 5:], rtol=0, atol=1e-4)
     _, several = kvpass.explain(twin).graphs
     (reason,) = events(several)
-    assert "may hide all tokens of a query" in reason
+    # Masks differ between versions of transformers.
+    assert "may hide all tokens of a query" in reason or "has other values than 0" in reason
     assert several.warnings == []
     assert f"left    mask_to_bounds: {reason}" in describe(several)
