@@ -261,6 +261,7 @@ def test_command(tmp_path, capsys) -> None:
         ("--attention flash", "Unknown attention 'flash'."),
         ("--cache big", "Unknown cache 'big'. Allowed: dynamic, static."),
         ("--recipes kivi", "Unknown recipe 'kivi'. Did you mean"),
+        ("--recipes kvquant-nuq3", "Recipe 'kvquant-nuq3' is calibrated; allowed:"),
         ("--inner triton", "Unknown inner compiler 'triton'."),
         ("--jobs 0", "--jobs 0 is not supported; at least 1."),
         ("--markdown /nowhere/x.md", "'/nowhere/x.md' cannot be written"),

@@ -72,7 +72,10 @@ def _settings(args: argparse.Namespace) -> Any:
     if args.inner not in INNER:
         raise OptionError(unknown("inner compiler", args.inner, INNER))
     for name in args.recipes:
-        small_recipe(name)
+        if small_recipe(name).calibrated:
+            raise OptionError(
+                f"Recipe '{name}' is calibrated; allowed: recipes that are not, as kivi-4bit."
+            )
     for option in ("jobs", "limit"):
         if getattr(args, option) < 1:
             raise OptionError(f"--{option} {getattr(args, option)} is not supported; at least 1.")
