@@ -59,7 +59,7 @@ class PackedCallable:
         for handle, new, after in steps:
             handle.reserve(new, after)
         for group in self._shared:
-            share_rotary([args[p] for p in group], max((new for _, new, _ in steps), default=0))
+            share_rotary([args[p] for p in group], steps)
         steps += self._static_steps(args)
         flat: list[Any] = []
         for position, arg in enumerate(args):
@@ -146,9 +146,9 @@ class PackedCallable:
         return wrapped
 
 
-def share_rotary(handles: Sequence[PackedKV], new: int) -> None:
-    """Lets all ``handles`` hold the cosines and sines of the first, with room for ``new`` more
-    tokens.
+def share_rotary(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, int, int]]) -> None:
+    """Lets all ``handles`` hold the cosines and sines of the first, with room for what ``steps``
+    add to it: handles, new tokens and lengths after them.
 
     Raises:
         CacheStateError: if they are not the same.
@@ -166,7 +166,9 @@ def share_rotary(handles: Sequence[PackedKV], new: int) -> None:
                 "The layers of a cache hold other cosines and sines of their positions: they come "
                 "from different texts. Use a new cache."
             )
-    first.reserve_rotary(new)
+    for handle, new, after in steps:
+        if handle is first:
+            first.reserve_rotary(new, after)
     for other in others:
         other.rotary = first.rotary
 

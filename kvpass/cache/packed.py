@@ -220,10 +220,10 @@ class PackedKV(Tensor):
             setattr(self, name, grown)
         self.mark_dynamic()
 
-    def reserve_rotary(self, new: int) -> None:
-        """Makes room in `rotary` for ``new`` more tokens."""
+    def reserve_rotary(self, new: int, after: int) -> None:
+        """Makes room in `rotary` for ``new`` more tokens, as `reserve`."""
         plan, room = self.plan, self.rotary.shape[1]
-        needed = plan.capacity(self.written + new) if plan.keep is None else plan.capacity(0)
+        needed = plan.capacity(self.written + new if plan.keep is None else after)
         if needed > room:
             self.grow_rotary(max(needed, plan.capacity(room + room // 4)))
 

@@ -59,7 +59,7 @@ def append(
     past.check()
     copy = cast(PackedKV, past.clone())
     if rows is not None:
-        copy.reserve_rotary(rows.shape[1])
+        copy.reserve_rotary(rows.shape[1], copy.shape[2] + rows.shape[1])
         torch.ops.kvpass.append_rotary.default(copy.rotary, rows, copy.ends, plan)
     return native.extend(copy, new)
 

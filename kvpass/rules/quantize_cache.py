@@ -12,8 +12,7 @@ from kvpass.graph.reads import changes, last_reader
 from kvpass.graph.updates import CacheUpdate
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.cache_before_rope import turned
-from kvpass.rules.storage import changed_later, storage
+from kvpass.rules.storage import changed_later, storage, unturned
 
 
 # cat([past, new], -2)  ~  append(past, new)
@@ -42,7 +41,7 @@ class QuantizeCache(Rule):
             if kept != update.keep:
                 return Miss(f"the cache keeps {kept} tokens, its update {update.keep}", update.kept)
             rope = update.past.meta["example_value"].plan.rope
-            found = turned(update.new) if rope is not None else None
+            found = unturned(update.new, node, context) if rope is not None else None
             if isinstance(found, Miss):
                 return found
             if rope != (None if found is None else found.rope):

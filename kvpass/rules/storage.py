@@ -11,7 +11,7 @@ from kvpass.errors import PlanError
 from kvpass.graph.pattern import Miss
 from kvpass.graph.sites import module_path
 from kvpass.rules.base import Context
-from kvpass.rules.cache_before_rope import turned
+from kvpass.rules.cache_before_rope import Turned, turned
 
 
 def changed_later(new: Node, update: Node, context: Context) -> Miss | None:
@@ -19,6 +19,16 @@ def changed_later(new: Node, update: Node, context: Context) -> Miss | None:
     later than that."""
     later = [write for write, _ in context.writes.to(new) if write > update and write is not update]
     return Miss(f"{new.name} is changed in place after it was cached", later[0]) if later else None
+
+
+def unturned(new: Node, update: Node, context: Context) -> Turned | Miss | None:
+    """The rotary embedding of the keys ``new``, whose input can be cached in their place; None if
+    they have none."""
+    found = turned(new)
+    for part in found.parts if isinstance(found, Turned) else ():
+        if miss := changed_later(part, update, context):
+            return miss
+    return found
 
 
 def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] | Miss:
@@ -46,7 +56,7 @@ def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] |
             return Miss("a static cache takes no calibrated keys, and none before RoPE", read)
         if layer.key_ranges is not None:
             context.ranges[read] = layer.key_ranges
-        found = turned(new) if layer.before_rope else None
+        found = unturned(new, read, context) if layer.before_rope else None
         if isinstance(found, Miss):
             return found
         return role, layer.keys if found is None else replace(layer.keys, rope=found.rope)
