@@ -133,6 +133,19 @@ def test_generation_equals_the_oracle(beams: int) -> None:
     assert torch.equal(compiled(model, KIVI).generate(ids, **options), wanted)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prompt_lookup_equals_the_oracle(family: str) -> None:
+    """Tokens are taken back; a sliding window keeps all of them meanwhile."""
+    model = tiny_model(family, layers=1)
+    ids = prompt(1, 10).repeat(1, 3)
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    options["prompt_lookup_num_tokens"] = 4
+    plan = KIVI.plan(model.config)
+    got = compiled(model, KIVI).generate(ids, **options)
+    cache = oracle_cache(plan, model.config, model)
+    assert torch.equal(got, model.generate(ids, past_key_values=cache, **options))
+
+
 def test_copies_of_the_oracles_cache_go_on() -> None:
     model = model_of("llama", layers=1)
     ids, plan = prompt(1, 60), KIVI.plan(model_of("llama", layers=1).config)
