@@ -22,31 +22,52 @@ from kvpass.zoo.run import run_mode
 from kvpass.zoo.steps import random_text, run_steps
 from kvpass.zoo.table import markdown, outcome_json, summary, zoo_section
 
-# (More families: tests/test_equivalence.py.)
+# (The recipe `fp`, and more families: tests/test_equivalence.py.)
 RECIPE = "kivi-4bit"
 # Every key and value is packed and read packed.
 FUSED = {
+    "llama": "half-split positions",
+    "qwen3": "keys normed before positions",
     "hunyuan_v1_dense": "keys normed after positions",
     "cohere": "interleaved positions",
+    "glm": "interleaved positions on a part of the channels",
+    "stablelm": "half-split positions on a part of the channels",
+    "gpt_neox": "fused projection, biases",
+    "opt": "no positions",
     "gpt2": "Conv1D",
     "gpt_bigcode": "one KV head",
+    "falcon": "x @ w.T, one KV head",
     "bart": "an encoder's sibling",
+    "mistral": "a sliding window in all layers",
+    "gemma3_text": "sliding and full",
     "qwen3_5_text": "recurrent and full",
 }
 # Any share may be packed; the result must be right.
 # (``minimax`` has a cache class of its own, so that there is no oracle for what it packs.)
 RIGHT = {
+    "cohere2": "no positions in full layers",
     "gemma4_text": "shared keys and values, head dimension by layer",
     "llama4_text": "chunks, complex positions",
     "falcon_h1": "mamba and attention in one layer",
     "deepseek_v3": "latent attention",
+    "diffllama": "differences of attentions",
     "minimax": "its own cache class",
+}
+# Attention written out, with no SDPA path.
+WRITTEN_OUT = {
+    "gemma2": "soft cap",
+    "gpt_oss": "sinks",
+    "bloom": "baddbmm, alibi",
+    "mpt": "masked_fill",
+    "xglm": "three-dimensional bmm",
+    "gptj": "float32 scores",
 }
 
 
-@pytest.mark.parametrize("family", [*FUSED, *RIGHT])
+@pytest.mark.parametrize("family", [*FUSED, *RIGHT, *WRITTEN_OUT])
 def test_family(family: str) -> None:
-    (outcome,) = run_mode(family, Mode("sdpa"), [RECIPE])
+    mode = Mode("eager" if family in WRITTEN_OUT else "sdpa")
+    (outcome,) = run_mode(family, mode, [RECIPE])
     assert outcome.recipe == RECIPE
     assert outcome.status == ("unchecked" if family == "minimax" else "ok"), outcome.problem
     if family in FUSED:
