@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 import kvpass
-from examples.skvq_ablation import Bench, add_arguments
+from examples.skvq_ablation import HEADER, Bench, add_arguments
 
 # Every step keeps what those before it have added.
 STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -57,11 +57,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     torch.manual_seed(0)
     bench = Bench(args)
-    print(f"plain: perplexity {(plain := bench.row('', None)).perplexity:.3f}, "
-          f"recall {plain.recall:.1%}", flush=True)  # fmt: skip
+    bench.show_plain()
     config = bench.model.config
     for bits in args.bits:
-        print(f"\n{bits} bits\n{'':16}{'bits':>8}{'perplexity':>12}{'recall':>9}", flush=True)
+        print(f"\n{bits} bits\n{HEADER}", flush=True)
         start = per_token(bits, config.num_key_value_heads * config.head_dim)
         tqdm.write(str(bench.row("per token", start)))
         for name, recipe in tqdm(recipes(bits), desc=f"{bits} bits", leave=False):

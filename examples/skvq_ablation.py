@@ -31,6 +31,8 @@ STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("+ fp8", {"fp8": True}),
 )
 PROMPT, SCORED = 1024, 128
+# Of the rows below.
+HEADER = f"{'':16}{'bits':>8}{'perplexity':>12}{'recall':>9}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class Bench:
         self.recall = [
             recall_prompt(self.tokenizer, PROMPT, 24, seed) for seed in range(args.documents)
         ]
+
+    def show_plain(self) -> None:
+        """Prints what the plain cache gives."""
+        plain = self.row("", None)
+        print(f"plain: perplexity {plain.perplexity:.3f}, recall {plain.recall:.1%}", flush=True)
 
     def plan(self, recipe: kvpass.Recipe) -> kvpass.Plan:
         """The recipe's plan, calibrated if it asks for that."""
@@ -123,10 +130,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     torch.manual_seed(0)
     bench = Bench(args)
-    print(f"plain: perplexity {(plain := bench.row('', None)).perplexity:.3f}, "
-          f"recall {plain.recall:.1%}", flush=True)  # fmt: skip
+    bench.show_plain()
     for group in args.groups:
-        print(f"\ngroup {group}\n{'':16}{'bits':>8}{'perplexity':>12}{'recall':>9}", flush=True)
+        print(f"\ngroup {group}\n{HEADER}", flush=True)
         for name, recipe in tqdm(recipes(group), desc=f"group {group}", leave=False):
             try:
                 row = bench.row(name, bench.plan(recipe))

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvpass.cache.encoding import NOWHERE, dequantized, quantized, with_outliers
+from kvpass.cache.encoding import NOWHERE, dequantized, quantized
 from kvpass.cache.groups import Axis, Groups
 from kvpass.cache.words import pack_words, unpack_words, word_count, word_misfit
 from kvpass.errors import OptionError
@@ -335,7 +335,8 @@ class Codec:
 
     def rounded(self, x: Tensor, params: Tensor | None = None) -> Tensor:
         """What `decode` makes of what `encode` makes of ``x``, float32, without packing it."""
-        return quantized(self, x, params).rounded
+        found = quantized(self, x, params)
+        return dequantized(self, found.codes, found.params, found.outliers)
 
     def decode(
         self, words: Tensor, params: Tensor, dtype: torch.dtype, outliers: Tensor | None = None
@@ -347,8 +348,7 @@ class Codec:
         else:
             d = params.shape[1] * params.shape[2] * self.group // heads
         codes = unpack_words(words, self.word_bits)[..., :d]
-        out = dequantized(self, codes, params, heads)
-        return (out if outliers is None else with_outliers(out, outliers)).to(dtype)
+        return dequantized(self, codes, params, outliers).to(dtype)
 
 
 FP = Codec()

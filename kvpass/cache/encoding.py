@@ -26,26 +26,21 @@ class Quantized:
         codes: int32, in the shape of the tokens.
         params: as they are stored.
         outliers: int32 ``[B, T, S]``, or None if the codec has none.
-        rounded: float32, what they decode to.
     """
 
     codes: Tensor
     params: Tensor
     outliers: Tensor | None
-    rounded: Tensor
 
 
 def quantized(codec: Codec, x: Tensor, params: Tensor | None) -> Quantized:
     """Quantizes ``x`` ``[B, H, T, D]``; ``params`` are those of an offline codec."""
     x = x.float()
     params, outliers = _ranges(codec, x, params)
-    spread = _spread(codec, params, x)
-    codes = _nearest(codec, codec.groups.split(x), *spread)
-    rounded = _values(codec, codes, *spread).reshape(x.shape)
-    rounded = rounded if outliers is None else with_outliers(rounded, outliers)
+    codes = _nearest(codec, codec.groups.split(x), *_spread(codec, params, x))
     if codec.axis == "token":
         params = params.transpose(2, 3)
-    return Quantized(codes.reshape(x.shape), params.contiguous(), outliers, rounded)
+    return Quantized(codes.reshape(x.shape), params.contiguous(), outliers)
 
 
 def normalized(codec: Codec, x: Tensor, params: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -58,7 +53,7 @@ def normalized(codec: Codec, x: Tensor, params: Tensor | None) -> tuple[Tensor, 
     inside = torch.ones_like(x)
     if outliers is not None:
         places, _ = split_outliers(outliers)
-        inside = with_outliers(inside, join_outliers(places, torch.zeros(places.shape)))
+        inside = with_outliers(inside, join_outliers(places, torch.zeros_like(places)))
     return normal, inside.bool()
 
 
@@ -80,14 +75,13 @@ def _spread(codec: Codec, params: Tensor, x: Tensor) -> list[Tensor]:
     return [codec.groups.spread(n, x.shape[1], x.shape[3]) for n in split_params(params)]
 
 
-def dequantized(codec: Codec, codes: Tensor, params: Tensor, heads: int) -> Tensor:
-    """float32 ``[B, H, T, D]`` from codes of that shape, without outliers."""
-    scale, least = split_params(params)
+def dequantized(codec: Codec, codes: Tensor, params: Tensor, outliers: Tensor | None) -> Tensor:
+    """float32 ``[B, H, T, D]`` from codes of that shape."""
     if codec.axis == "token":
-        scale, least = scale.transpose(2, 3), least.transpose(2, 3)
-    groups, dim = codec.groups, codes.shape[3]
-    spread = [groups.spread(number, heads, dim) for number in (scale, least)]
-    return _values(codec, groups.split(codes), *spread).reshape(codes.shape)
+        params = params.transpose(2, 3)
+    spread = _spread(codec, params, codes)
+    out = _values(codec, codec.groups.split(codes), *spread).reshape(codes.shape)
+    return out if outliers is None else with_outliers(out, outliers)
 
 
 def offline_params(codec: Codec, low: Tensor, high: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from kvpass.graph.pattern import Captures, Miss, argument, op_name
 from kvpass.graph.reads import VIEWS
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
+from kvpass.rules.fuse_attention import erase_unread
 from kvpass.rules.pushes.base import shape_of
 from kvpass.rules.pushes.rotary import joins_last, rotation
 from kvpass.rules.pushes.views import last_slice
@@ -82,7 +83,7 @@ class CacheBeforeRope(Rule):
                 x = add_call(context.graph, "to", x, new.meta["example_value"].dtype)
         node.args = (past, x, *rest)
         node.kwargs = {**node.kwargs, "rows": _rows(found_rope, context)}
-        _erase(new)
+        erase_unread(new, _ERASABLE)
         return f"stored before the rotary embedding of {found_rope.rope}"
 
 
@@ -206,13 +207,3 @@ def _same(node: Node) -> object:
         return node
     (source, *_) = node.all_input_nodes
     return op_name(node), _same(source), repr(node.args[1:]), repr(node.kwargs)
-
-
-def _erase(node: Node) -> None:
-    """Erases ``node``, a part of a rotary embedding, if nothing reads it, and what only it read."""
-    if node._erased or node.users or op_name(node) not in _ERASABLE:
-        return
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in inputs:
-        _erase(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch.fx import Graph, Node
@@ -173,15 +174,16 @@ def _masked(graph: Graph, mask: Node | None, by: Node, step: MaskStep, alone: bo
     return add_call(graph, torch.where, by, *shown)
 
 
-def erase_unread(node: Node) -> None:
-    """Erases ``node`` if nothing reads it, then what only it had read.
+def erase_unread(node: Node, erasable: Collection[str] = ERASABLE) -> None:
+    """Erases ``node`` if nothing reads it, then what only it had read, of operations that are
+    ``erasable``.
 
     Narrower than the graph's own dead-code elimination, which takes mutating methods for pure ones.
-    Every node reached here belongs to the attention that was replaced, up to what others read too.
+    Every node reached here belongs to what was replaced, up to what others read too.
     """
-    if node._erased or node.users or op_name(node) not in ERASABLE:
+    if node._erased or node.users or op_name(node) not in erasable:
         return
     inputs = node.all_input_nodes
     node.graph.erase_node(node)
     for source in inputs:
-        erase_unread(source)
+        erase_unread(source, erasable)
