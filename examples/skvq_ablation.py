@@ -9,6 +9,7 @@ documents that it has never seen, through a cache that is rounded as the packed 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,13 +84,16 @@ class Bench:
         """The recipe's plan, calibrated if it asks for that."""
         if not recipe.calibrated:
             return recipe.plan(self.model.config)
-        return kvpass.calibrate(
+        start = time.perf_counter()
+        plan = kvpass.calibrate(
             self.model,
             recipe,
             read_texts(training_files()[:: max(1, len(training_files()) // self.samples)]),
             tokenizer=self.tokenizer,
             samples=self.samples,
         )
+        tqdm.write(f"{'':16}calibrated in {time.perf_counter() - start:.0f} s")
+        return plan
 
     def row(self, name: str, plan: kvpass.Plan | None) -> Row:
         """What a plan costs; None: nothing is rounded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples import add_a_filter, add_a_rule, quickstart, skvq_ablation
+from examples import add_a_filter, add_a_rule, kvquant_ladder, quickstart, skvq_ablation
 from kvpass import KvpassError
 from kvpass.cache.filters import FILTERS
 from kvpass.rules import RULES
@@ -61,3 +61,13 @@ def test_the_ablation_adds_one_part_at_a_time() -> None:
     assert not first.calibrated
     with pytest.raises(KvpassError, match="is calibrated"):
         last.layer_plan("*", 64, 64)
+
+
+def test_the_ladder_adds_one_part_at_a_time() -> None:
+    names, recipes = zip(*kvquant_ladder.recipes(2), strict=True)
+    assert names[:4] == ("per channel", "before RoPE", "nuq", "+ 1% outliers")
+    assert recipes[3].name == "kvquant-nuq2-1%"
+    assert recipes[4].qnorm
+    assert recipes[5].window == 128
+    plan = kvquant_ladder.per_token(2, 128)
+    assert str(plan.default.keys) == "int2.token128/sinks=1,window=0,flush=1"
