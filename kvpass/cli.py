@@ -80,7 +80,7 @@ def run_kernels(options: argparse.Namespace) -> int:
     """Prints the table of ``kvpass kernels``."""
     from kvpass._torch import FakeTensorMode
     from lowering.inspection import inspect_launch, instruction_budget
-    from lowering.layer import layer_launches
+    from lowering.layer import KV_HEADS, layer_launches
     from lowering.layouts import layout_of
 
     capability = _capability(options.target)
@@ -96,9 +96,11 @@ def run_kernels(options: argparse.Namespace) -> int:
     # Keys and values of one plan share their kernels.
     distinct = {x.kernel: x for x in launches}.values()
     reports = [inspect_launch(x, capability) for x in distinct]
-    budget = instruction_budget(layout_of(k, key_dim), layout_of(v, value_dim), capability)
-    print(f"keys {k}, values {v}, head_dim {key_dim}/{value_dim}, "
-          f"{heads} query heads per KV head, {options.target}")  # fmt: skip
+    layouts = layout_of(k, key_dim), layout_of(v, value_dim)
+    budget = instruction_budget(*layouts, capability, KV_HEADS)
+    formats = f"keys {plan.keys.brief()}, values {plan.values.brief()}"
+    print(f"{formats}, head_dim {key_dim}/{value_dim}, {heads} query heads per KV head, "
+          f"{options.target}")  # fmt: skip
     print(_row("kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file"))
     for report in reports:
         print(_report_row(report, budget))
@@ -144,13 +146,19 @@ def _positive(name: str, value: int) -> int:
 
 def _layer_plan(options: argparse.Namespace, key_dim: int, value_dim: int) -> LayerPlan:
     """What ``--recipe``, or ``--k`` and ``--v``, say, checked against the head dimensions."""
+    import torch
+
+    from kvpass.bench.plans import layer_plan
     from kvpass.cache.residency import TensorPlan
     from kvpass.errors import OptionError
     from kvpass.plan import LayerPlan
-    from kvpass.recipes import DEFAULT, recipe
+    from kvpass.recipes import DEFAULT
+    from lowering.layer import KV_HEADS
 
     if options.k is None and options.v is None:
-        return recipe(options.recipe or DEFAULT).layer_plan("*", key_dim, value_dim)
+        # What is calibrated, with random tokens, changes no instruction.
+        x, y = (torch.randn(1, KV_HEADS, 256, dim) for dim in (key_dim, value_dim))
+        return layer_plan(options.recipe or DEFAULT, x, y)
     if options.recipe is not None or options.k is None or options.v is None:
         raise OptionError("Give either --recipe, or both --k and --v.")
     plan = LayerPlan(TensorPlan.parse(options.k), TensorPlan.parse(options.v))

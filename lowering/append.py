@@ -12,10 +12,12 @@ from lowering.heuristics import encode_tokens
 from lowering.launch import launch
 from lowering.layouts import (
     clip_factor,
-    decline_codec,
     decline_device,
+    decline_encoding,
     decline_state,
+    encoded_heads,
     layout_of,
+    stored,
     symbolic,
 )
 
@@ -26,26 +28,38 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
         return "the number of new tokens is symbolic"
     if new.shape[2] > MAX_STEP:
         return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
-    return decline_device(new) or decline_codec(plan, encodes=True) or decline_state(state, plan)
+    plan = str(stored(TensorPlan.parse(plan)))
+    return (
+        decline_device(new)
+        or decline_encoding(plan, int(new.shape[3]))
+        or decline_state(state, plan)
+    )
 
 
 def append(state: list[Tensor], new: Tensor, plan: str) -> None:
     """As `kvpass.ops.append.append`, for arguments that `supports` takes."""
     batch, heads, steps, head_dim = new.shape
-    p, layout = TensorPlan.parse(plan), layout_of(plan, head_dim)
+    p = stored(TensorPlan.parse(plan))
+    layout = layout_of(str(p), head_dim)
     kernels = load_kernels("append", layout=layout)
-    tokens = encode_tokens(layout)
-    # The ring bounds how many tokens can be exact, and so how many can be due.
-    most_due = p.residency.due(layout.ring)
-    programs = max(1, -(-most_due // tokens))
     sizes = {"NEW": steps, "WINDOW": p.residency.window, "FLUSH": p.residency.flush}
+    padded = 1 << (steps - 1).bit_length()
     if new.stride(3) != 1:
         new = new.contiguous()
-    launch(
-        kernels.append_step, (batch * heads, programs),
-        *state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2),
-        clip_factor(p),
-        KV_HEADS=heads, NEW_PADDED=1 << (steps - 1).bit_length(), TOKENS=tokens,
-        CLIPPED=p.codec.clip != 1, **sizes,
-    )  # fmt: skip
+    arguments = (*state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2))
+    if layout.whole_tokens:
+        together = encoded_heads(layout, heads)
+        launch(
+            kernels.append_step, (batch * (heads // together),), *arguments,
+            KV_HEADS=heads, HEADS=together, HEADS_PADDED=1 << (together - 1).bit_length(),
+            NEW_PADDED=padded, **sizes,
+        )  # fmt: skip
+    else:
+        tokens = encode_tokens(layout)
+        # The ring bounds how many tokens can be exact, and so how many can be due.
+        programs = max(1, -(-p.residency.due(layout.ring) // tokens))
+        launch(
+            kernels.append_step, (batch * heads, programs), *arguments, clip_factor(p),
+            KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **sizes,
+        )  # fmt: skip
     launch(kernels.advance_ends, (batch,), state[-1], **sizes)

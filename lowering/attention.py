@@ -16,6 +16,7 @@ from lowering.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.launch import launch, on_nvidia
 from lowering.layouts import (
     decline_codec,
+    decline_decoding,
     decline_device,
     decline_dtype,
     decline_formats,
@@ -23,6 +24,7 @@ from lowering.layouts import (
     exact_tokens,
     interpreted,
     layout_of,
+    rotary_stride,
     symbolic,
 )
 from lowering.timing import time_attention
@@ -55,7 +57,11 @@ def supports(
         return reason
     if reason := decline_codec(k_plan) or decline_codec(v_plan):
         return reason
-    if layout_of(k_plan, int(k.shape[3])).lanewise:
+    layouts = layout_of(k_plan, int(k.shape[3])), layout_of(v_plan, int(v.shape[3]))
+    if _decodes(*layouts):
+        if reason := decline_decoding(k_plan, v_plan, *layouts):
+            return reason
+    elif layouts[0].lanewise:
         return f"the groups of keys {k_plan} are too short at head_dim {k.shape[3]}"
     if q.shape[2] > MAX_STEP and TensorPlan.parse(k_plan).keep is not None:
         return f"{q.shape[2]} new tokens are a prefill; a ring has room for {MAX_STEP}"
@@ -120,6 +126,11 @@ def _sizes(
     )
 
 
+def _decodes(k: Layout, v: Layout) -> bool:
+    """Scales and minima cannot be left to the other operands of products."""
+    return k.decodes or v.decodes
+
+
 def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
     """Of the template."""
     tiles = {"tile": sizes.tile, "part": sizes.part, "edge_tile": sizes.edge_tile}
@@ -148,10 +159,15 @@ def attend(
     rows = heads // kv_heads * queries
     pairs = batch * kv_heads
     kernels = load_kernels("attention", **_parameters(k, v, sizes))
-
-    # Packed tokens beyond the last whole tile, each combination of packed and exact, and sinks.
-    edges = (1 if k.identity else 2) * (1 if v.identity else 2)
-    splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
+    turns: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    if _decodes(k, v):
+        splits, turns = sizes.splits + sizes.edge_splits, (rotary_stride(keys, k_plan),)
+    else:
+        # Packed tokens beyond the last whole tile, each combination of packed and exact, and sinks.
+        edges = (1 if k.identity else 2) * (1 if v.identity else 2)
+        splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
+        kept = (TensorPlan.parse(k_plan).keep or 0,)
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))
@@ -162,9 +178,9 @@ def attend(
         sinks = sinks.float().contiguous()
     launch(
         kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
-        q, *keys, keys[0].shape[2], *values, values[0].shape[2], mask, partial, statistics,
+        q, *keys, keys[0].shape[2], *values, values[0].shape[2], *turns, mask, partial, statistics,
         q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
-        softcap * _LOG2_E, window, TensorPlan.parse(k_plan).keep or 0,
+        softcap * _LOG2_E, window, *kept,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),

@@ -79,19 +79,23 @@ def attention_sizes(
     """
     columns = 8 if rows <= 8 else _MAX_COLUMNS
     wide = query.dtype == torch.float32
-    if v.lanewise or (wide and k.identity and v.identity):
+    decodes = k.decodes or v.decodes
+    if decodes:
+        # Keys are decoded in registers, and outliers compared with all of their channels.
+        tile = 16 if k.outliers or v.outliers else 32
+    elif v.lanewise or (wide and k.identity and v.identity):
         # Scales of every channel, or exact tokens of twice the bytes.
         tile = 32
     else:
         tile = 128 if k.bits == v.bits == 2 and columns == 8 else 64
     part = _part(tile, k)
-    if columns > 8:
+    if columns > 8 or decodes:
         # No registers for the scores of several parts.
         tile = part
     return AttentionSizes(
         tile=tile,
         part=part,
-        edge_tile=_edge_tile(part, v),
+        edge_tile=_edge_tile(part, k, v),
         columns=columns,
         splits=_splits(tile, pairs, capacity, query.device),
         edge_splits=max(1, max(k.ring, v.ring) // _EDGE_TOKENS),
@@ -108,7 +112,8 @@ def attention_candidates(table: AttentionSizes, k: Layout, v: Layout) -> list[At
     for tile in (table.tile // 2, table.tile * 2):
         if _LEAST_TILE <= tile <= _MOST_TILE:
             part = _part(tile, k)
-            found.append(replace(table, tile=tile, part=part, edge_tile=_edge_tile(part, v)))
+            tile = part if k.decodes or v.decodes else tile
+            found.append(replace(table, tile=tile, part=part, edge_tile=_edge_tile(part, k, v)))
     for warps in (table.warps // 2, table.warps * 2):
         if 1 <= warps <= _MOST_WARPS:
             found.append(replace(table, warps=warps))
@@ -119,12 +124,14 @@ def attention_candidates(table: AttentionSizes, k: Layout, v: Layout) -> list[At
 
 
 def _part(tile: int, k: Layout) -> int:
-    return min(tile, k.group) if k.by_channel else tile
+    return min(tile, k.group) if k.by_channel and not k.offline else tile
 
 
-def _edge_tile(part: int, v: Layout) -> int:
-    # Scales of every channel leave fewer registers, and so do sums that are half padding.
-    return min(16 if v.lanewise or v.bits == 1 else _EDGE_TILE, part)
+def _edge_tile(part: int, k: Layout, v: Layout) -> int:
+    # Scales of every channel leave fewer registers, and so do sums that are half padding, and keys
+    # both decoded and exact.
+    few = v.lanewise or v.bits == 1 or k.decodes or v.decodes
+    return min(16 if few else _EDGE_TILE, part)
 
 
 def _warps(lanes: int, columns: int, wide: bool) -> int:
@@ -144,7 +151,7 @@ def decode_tokens(layout: Layout) -> int:
     """Tokens that one program of `unpack` decodes or copies; they lie in one group of tokens."""
     # Wide heads in fp32 would take all registers.
     tokens = COPIED_TOKENS if layout.exact_lanes <= _WARP_LANES else COPIED_TOKENS // 2
-    return min(tokens, layout.group) if layout.by_channel else tokens
+    return _part(tokens, layout)
 
 
 def _splits(

@@ -42,6 +42,8 @@ _DEFAULT_WARPS = 4
 # bytes a second, by compute capability: A100 80 GB SXM and H200 SXM, from NVIDIA's data sheets.
 _RATES = {80: (19.5e12, 1.83e12), 90: (33.5e12, 4.3e12)}
 CAPABILITIES = tuple(_RATES)
+# Bytes of one.
+_OUTLIER = 4
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,15 @@ def matrix_products(counts: Counter[str]) -> int:
     return counts["HMMA"] + counts["HGMMA"]
 
 
-def instruction_budget(k: Layout, v: Layout, capability: int) -> float:
-    """Thread instructions per element of keys and values below which memory is the limit."""
+def instruction_budget(k: Layout, v: Layout, capability: int, kv_heads: int = 1) -> float:
+    """Thread instructions per element of keys and values below which memory is the limit.
+
+    Of one of ``kv_heads`` heads, which share a token's outliers. Cosines and sines are not counted:
+    all heads and layers read the same ones.
+    """
     instructions, bandwidth = _RATES[capability]
-    elements = k.head_dim + v.head_dim
-    return (k.bytes_per_token + v.bytes_per_token) / elements * instructions / bandwidth
+    size = k.bytes_per_token + v.bytes_per_token + _OUTLIER * (k.outliers + v.outliers) / kv_heads
+    return size / (k.head_dim + v.head_dim) * instructions / bandwidth
 
 
 def loops(sass: str) -> list[Counter[str]]:

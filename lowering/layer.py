@@ -10,12 +10,14 @@ from torch import Tensor
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import KernelError
 from kvpass.ops.pack import pack_fake
+from kvpass.ops.rotary import pack_rotary_fake
 from lowering import append, attention, pack, unpack
 from lowering.launch import Launch, record_launches
 
-# Sizes that do not change the kernels: tokens of the prompt, and KV heads.
+# Sizes that do not change the kernels: tokens of the prompt, and KV heads (but where groups or
+# outliers are those of several).
 _TOKENS = 4096
-_KV_HEADS = 8
+KV_HEADS = 8
 
 
 def layer_launches(
@@ -47,7 +49,7 @@ def layer_launches(
     with record_launches() as launches:
         keys = _state(k_plan, key_dim, dtype)
         values = _state(v_plan, value_dim, dtype)
-        heads = _KV_HEADS * heads_per_group
+        heads = KV_HEADS * heads_per_group
         q = keys[0].new_empty(1, heads, 1, key_dim, dtype=dtype)
         sinks = q.new_empty(heads) if with_sinks else None
         arguments = (q, keys, values, None, 1.0, k_plan, v_plan, sinks)
@@ -59,12 +61,16 @@ def layer_launches(
 def _state(plan: str, dim: int, dtype: torch.dtype) -> list[Tensor]:
     """The state after a prompt and a decode step; their kernels and that of `unpack` are
     recorded."""
-    x = torch.empty(1, _KV_HEADS, _TOKENS, dim, dtype=dtype, device="cuda")
+    x = torch.empty(1, KV_HEADS, _TOKENS, dim, dtype=dtype, device="cuda")
+    p = TensorPlan.parse(plan)
     _require("pack", pack.supports(x, plan))
     pack.pack(x, plan)
     state = pack_fake(x, plan)
-    append.append(state, x.new_empty(1, _KV_HEADS, 1, dim), plan)
-    tokens = TensorPlan.parse(plan).logical(_TOKENS + 1)
+    append.append(state, x.new_empty(1, KV_HEADS, 1, dim), plan)
+    if p.rope is not None:
+        rows = x.new_empty(1, _TOKENS, p.rope.channels)
+        state.insert(-1, pack_rotary_fake(rows, plan))
+    tokens = p.logical(_TOKENS + 1)
     _require("unpack", unpack.supports(state, tokens, plan, dtype))
     unpack.unpack(state, tokens, plan, dtype)
     return state

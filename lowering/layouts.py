@@ -26,9 +26,12 @@ def layout_of(plan: str, head_dim: int) -> Layout:
     if p.codec.identity:
         return Layout(head_dim, sliding=sliding)
     codec, bits = p.codec, int(p.codec.word_bits)
+    joined = codec.groups.joined_heads(head_dim)
     return Layout(
-        head_dim, bits, codec.axis, codec.group, p.ring, sliding, p.sinks, codec.params, codec.slots
-    )
+        head_dim, bits, codec.axis, codec.group if joined == 1 else head_dim, p.ring, sliding,
+        p.sinks, codec.params, codec.slots, codec.offline, joined, codec.outliers,
+        codec.decoded or (), codec.middles, None if p.rope is None else (p.rope.start, p.rope.stop),
+    )  # fmt: skip
 
 
 def unbounded(plan: TensorPlan) -> TensorPlan:
@@ -37,9 +40,21 @@ def unbounded(plan: TensorPlan) -> TensorPlan:
     return replace(plan, keep=None, room=None)
 
 
+def stored(plan: TensorPlan) -> TensorPlan:
+    """The plan without the rotary embedding that tokens get when they are read."""
+    return replace(plan, rope=None)
+
+
 def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
     """The tensor of a state that holds tokens ``[B, H, ..., D]`` in the model's dtype."""
     return state[0] if TensorPlan.parse(plan).codec.identity else state[2]
+
+
+def rotary_stride(state: Sequence[Tensor], plan: str) -> int:
+    """From one sequence's cosines and sines to the next one's; all may have the same ones."""
+    if TensorPlan.parse(plan).rope is None or state[-2].shape[0] == 1:
+        return 0
+    return state[-2].stride(0)
 
 
 def symbolic(size: object) -> bool:
@@ -109,6 +124,18 @@ def decline_calibrated(plan: str) -> str | None:
     return next((f"{name} are not supported" for name, holds in found.items() if holds), None)
 
 
+def _decline_rope(plan: TensorPlan) -> str | None:
+    if plan.rope is None:
+        return None
+    if plan.rope.kind != "halves":
+        return f"rotary embedding {plan.rope} of neighbours is not supported"
+    return (
+        "exact keys before their rotary embedding are not supported"
+        if plan.codec.identity
+        else None
+    )
+
+
 def decline_filter(plan: str) -> str | None:
     """Why no kernel works on tokens stored so, or None."""
     p = TensorPlan.parse(plan)
@@ -124,18 +151,41 @@ def decline_groups(codec: Codec, head_dim: int | None = None) -> str | None:
     return None
 
 
-def decline_codec(plan: str, encodes: bool = False) -> str | None:
-    """Why the Triton kernels cannot read tokens stored so, or with ``encodes`` write them; or
-    None."""
-    codec = TensorPlan.parse(plan).codec
-    if reason := decline_calibrated(plan) or decline_groups(codec) or decline_filter(plan):
+def decline_codec(plan: str) -> str | None:
+    """Why the Triton kernels cannot work on tokens stored so, or None."""
+    p = TensorPlan.parse(plan)
+    codec = p.codec
+    if reason := _decline_rope(p) or decline_groups(codec) or decline_filter(plan):
         return reason
     if codec.pairs:
         return f"pairs of {codec} are not supported"
     if codec.word_bits == 1.5:
         return f"base 3 of {codec} is not supported; the kernels take its three levels in slots"
-    if encodes and isinstance(codec.clip, tuple):
+    return None
+
+
+def decline_encoding(plan: str, head_dim: int) -> str | None:
+    """Why the Triton kernels cannot write tokens so, or None."""
+    codec = TensorPlan.parse(plan).codec
+    if isinstance(codec.clip, tuple):
         return f"clip of {codec} differs between groups; the kernels take one number"
+    if codec.clip != 1 and codec.groups.joined_heads(head_dim) > 1:
+        return f"groups of {codec} that span heads of {head_dim} are not clipped"
+    return decline_codec(plan)
+
+
+def encoded_heads(layout: Layout, heads: int) -> int:
+    """How many of a token's ``heads`` are encoded together."""
+    return layout.joined if layout.axis == "token" else heads
+
+
+def decline_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str | None:
+    """Why the kernels that decode these keys and values cannot attend to them, or None."""
+    for plan, layout in ((k_plan, k), (v_plan, v)):
+        if layout.sliding:
+            return f"{plan} has to be decoded; that is not supported where a window slides"
+        if layout.lanewise:
+            return f"{plan} has to be decoded, and its groups are too short at {layout.head_dim}"
     return None
 
 

@@ -86,13 +86,19 @@ def filled_state(
     new = torch.empty(1, dtype=workload.dtype, device=device).expand(shape)
     packed = p.packed(tokens)
     state = empty_state(new, p, packed)
-    for name, tensor in zip(p.state_names, state, strict=True):
+    for name, tensor in zip(p.own_names, state, strict=True):
         if tensor.is_floating_point():
             tensor.normal_(generator=generator)
         elif name == "codes":
             tensor.random_(-(1 << 15), 1 << 15, generator=generator)
         elif name == "params":
             tensor.fill_(_PARAMS[tensor.dtype])
+        elif name == "outliers":
+            # Values of at most 2**-14, anywhere.
+            tensor.random_(0, workload.kv_heads * dim, generator=generator).add_(0x04000000)
+    if p.rope is not None:
+        rotary = state[0].new_empty((1, state[0].shape[2], p.rope.channels), dtype=workload.dtype)
+        state.insert(-1, rotary.uniform_(-1, 1, generator=generator))
     ends = state[-1]
     ends[:, 0] = p.sinks
     ends[:, -2:-1] = p.sinks + packed

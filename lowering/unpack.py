@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpass.cache.residency import TensorPlan
 from lowering.codegen import load_kernels
 from lowering.heuristics import decode_tokens
 from lowering.launch import launch, on_nvidia
@@ -16,6 +17,7 @@ from lowering.layouts import (
     decline_state,
     exact_tokens,
     layout_of,
+    rotary_stride,
 )
 
 
@@ -23,7 +25,9 @@ def supports(
     state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
 ) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::unpack``, or None."""
-    exact = exact_tokens(state, plan)
+    exact, p = exact_tokens(state, plan), TensorPlan.parse(plan)
+    if p.rope is not None and p.keep is not None:
+        return "a rotary embedding is not supported where a window slides"
     return decline_conversion(exact, dtype) or decline_device(exact) or decline_state(state, plan)
 
 
@@ -44,7 +48,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
     launch(
         kernels.unpack_tokens, (batch * heads, programs),
-        *state, out, state[0].shape[2], tokens,
+        *state, out, state[0].shape[2], rotary_stride(state, plan), tokens,
         KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
     )  # fmt: skip
     return out

@@ -29,6 +29,14 @@ def failure(capsys, *arguments: str) -> str:
     return told.err.strip()
 
 
+def test_kernels_of_a_calibrated_recipe(capsys):
+    assert main(["kernels", "--recipe", "kvquant-nuq4", "--target", "sm_80"]) == 0
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert "keys nuq4.channel0.table-0." in title
+    (attention,) = (row.split() for row in rows if row.startswith("attention_split"))
+    assert float(attention[5]) > float(attention[6])
+
+
 def test_kernels(capsys):
     assert main(["kernels", "--k", K, "--v", V, "--head-dim", "64", "--target", "sm_80"]) == 0
     title, header, *rows = capsys.readouterr().out.splitlines()

@@ -10,6 +10,7 @@ high ones, planes of one bit, in ``D / 16`` *high words* behind them: the high b
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -65,6 +66,13 @@ class Layout:
             them, the first at slot 0.
         params: what scales and minima are: ``half``, or ``fp8`` (fp8-e4m3).
         slots: codes of 2 bits have three levels only.
+        offline: a scale and a minimum for each channel, which all tokens share; ``group`` is 0.
+        joined: KV heads whose channels are one group; ``group`` is then ``head_dim``.
+        outliers: elements of a token, of all heads, that are stored as they are.
+        table: what codes stand for, of a range from -1 to 1; empty if they are evenly spaced.
+        middles: numbers between which codes change when tokens are encoded.
+        rope: first channel, and the one behind the last, that are turned by a rotary embedding when
+            keys are read; those a half apart are pairs.
         halves: blocks lie in the first or the second half of the words, see `for_encoding`.
     """
 
@@ -77,14 +85,22 @@ class Layout:
     sinks: int = 0
     params: Literal["half", "fp8"] = "half"
     slots: bool = False
+    offline: bool = False
+    joined: int = 1
+    outliers: int = 0
+    table: tuple[float, ...] = ()
+    middles: tuple[float, ...] = ()
+    rope: tuple[int, int] | None = None
     halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
         if self.identity:
             return "fp"
         bits = 1.5 if self.slots else self.bits
-        text = f"int{bits}.{self.axis}{self.group}" + ".slots" * self.slots
-        return text + ".fp8" * (self.params == "fp8")
+        kind = "nuq" if self.table else "int"
+        text = f"{kind}{bits}.{self.axis}{self.group * self.joined}" + ".slots" * self.slots
+        text += ".fp8" * (self.params == "fp8") + f".outliers{self.outliers}" * (self.outliers > 0)
+        return text + " before their rotary embedding" * (self.rope is not None)
 
     @property
     def identity(self) -> bool:
@@ -96,7 +112,18 @@ class Layout:
         """The tensors that a cache tensor is made of."""
         if self.identity:
             return ("codes", "ends")
-        return ("codes", "params", "window", *(["sinks"] if self.sinks else []), "ends")
+        extra = {"sinks": self.sinks, "outliers": self.outliers, "rotary": self.rope}
+        return ("codes", "params", "window", *(name for name, has in extra.items() if has), "ends")
+
+    @property
+    def whole_tokens(self) -> bool:
+        """The heads of a token are encoded together, or to levels of a table."""
+        return self.offline or self.joined > 1 or self.outliers > 0 or bool(self.table)
+
+    @property
+    def decodes(self) -> bool:
+        """Attention has to decode: scales and minima cannot be left to its other operands."""
+        return self.whole_tokens or self.rope is not None
 
     @property
     def segments(self) -> int:
@@ -145,10 +172,13 @@ class Layout:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of a packed token's words and params (16 bits a channel if it is stored as is)."""
+        """Bytes of a packed token's words and params (16 bits a channel if it is stored as is); its
+        outliers, of all heads, are not counted."""
         if self.identity:
             return 2 * self.head_dim
-        params = self.head_dim / self.group if self.by_channel else self.groups
+        if self.offline:
+            return 2 * self.words
+        params = self.head_dim / self.group if self.by_channel else self.groups / self.joined
         return 2 * self.words + (2 if self.params == "fp8" else 4) * params
 
     @property
@@ -241,6 +271,31 @@ class Layout:
         """Half of the highest `Block.position`: what scaled operands are centred on."""
         return max(block.position for block in self.blocks) // 2
 
+    @property
+    def level_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The low and the high bytes of `table` in half precision, four to a 32-bit number."""
+        halves = struct.pack(f"<{len(self.table)}e", *self.table)
+        low, high = (
+            struct.unpack(f"<{len(part) // 4}I", part)
+            for part in (halves[start::2].ljust(8, b"\0") for start in (0, 1))
+        )
+        return low, high
+
+    @property
+    def outlier_lanes(self) -> int:
+        """`outliers`, rounded up to a power of two."""
+        return _next_power_of_2(self.outliers)
+
+    @property
+    def turned(self) -> tuple[tuple[Block, Block], ...]:
+        """Pairs of blocks whose channels a rotary embedding turns."""
+        if self.rope is None:
+            return ()
+        start, half = self.rope[0], (self.rope[1] - self.rope[0]) // 2
+        by_channel = {b.channel: b for b in self.blocks}
+        first = (b for b in self.blocks if start <= b.channel < start + half)
+        return tuple((b, by_channel[b.channel + half]) for b in first)
+
     def misfit(self) -> str | None:
         """Why the kernels cannot work on this layout, or None."""
         if self.head_dim > _MAX_HEAD_DIM:
@@ -249,7 +304,9 @@ class Layout:
             return None
         if self.head_dim * self.bits % 16:
             return f"head_dim {self.head_dim} at {self.bits} bits does not fill whole 16-bit words"
-        if self.by_channel:
+        if self.offline:
+            pass
+        elif self.by_channel:
             if self.group < MIN_LANES or self.group & (self.group - 1):
                 return (
                     f"a group of {self.group} tokens is not a power of two of at least {MIN_LANES}"
@@ -261,6 +318,13 @@ class Layout:
                 f"{self} at head_dim {self.head_dim} has {self.plane_words} words a token; the "
                 f"kernels need {_MIN_BLOCK}"
             )
+        if self.rope is not None:
+            start, stop = self.rope
+            if self.lanewise or start % self.width or (stop - start) // 2 % self.width:
+                return (
+                    f"pairs of channels {start} ... {stop} that a rotary embedding turns do not "
+                    f"lie in the same lanes of {self.width} words"
+                )
         return None
 
 

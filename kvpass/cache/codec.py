@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,6 +187,13 @@ class Codec:
             return self.table
         factor, offset = self.qnorm
         return tuple(x * factor + offset for x in self.table)
+
+    @cached_property
+    def middles(self) -> tuple[float, ...]:
+        """Halfway between neighbours of the table, in float32: where codes change."""
+        levels = np.array(self.table or (), np.float32)
+        halfway: list[float] = ((levels[:-1] + levels[1:]) / 2).tolist()
+        return tuple(halfway)
 
     @property
     def identity(self) -> bool:

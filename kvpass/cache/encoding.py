@@ -130,7 +130,7 @@ def _nearest(codec: Codec, x: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     if codec.table is None:
         codes = normal.round_().nan_to_num_().clamp_(0, codec.levels)
         return torch.where(scale > 0, codes, 0.0).to(torch.int32)
-    middles = _numbers(codec.table, str(x.device)).unfold(0, 2, 1).mean(1)
+    middles = _numbers(codec.middles, str(x.device))
     return torch.bucketize(normal.contiguous(), middles, out_int32=True)
 
 

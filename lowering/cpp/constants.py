@@ -182,16 +182,16 @@ def decline_writing(plan: str, dim: int) -> str | None:
 
 def middle_argument(plan: str) -> bytes:
     """Where the numbers halfway between the levels of a table are, if there is one."""
-    middles = _middles(TensorPlan.parse(plan).codec.table)
+    middles = _middles(TensorPlan.parse(plan).codec)
     return b"" if middles is None else struct.pack("P", middles.data_ptr())
 
 
 @cache
-def _middles(table: tuple[float, ...] | None) -> Tensor | None:
-    if table is None:
+def _middles(codec: Codec) -> Tensor | None:
+    if codec.table is None:
         return None
     with torch.inference_mode(False):
-        return torch.tensor(table).unfold(0, 2, 1).mean(1).contiguous()
+        return torch.tensor(codec.middles)
 
 
 def level_argument(plan: str) -> bytes:
