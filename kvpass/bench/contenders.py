@@ -134,8 +134,12 @@ def decoded_rows(
     for b in range(keys[0].shape[0]):
         k, v = (
             torch.ops.kvpass.unpack(
-                [t[b : b + 1] for t in state], int(state[-1][b, -1]), plan, torch.float32
-            )
+                # All sequences may have the same cosines and sines.
+                [t[b : b + 1] if t.shape[0] > b else t for t in state],
+                int(state[-1][b, -1]),
+                plan,
+                torch.float32,
+            )  # fmt: skip
             for state, plan in ((keys, k_plan), (values, v_plan))
         )
         yield k, v

@@ -23,8 +23,10 @@ from kvpass.bench.report import result_json, write_json
 from kvpass.errors import OptionError
 
 _RECIPES = ("kivi-4bit", "kivi-2bit")
-# Whose kernels are checked; without what comes from texts.
-_FORMATS = ("fp", *_RECIPES, "skvq-k2v2,clip=0.9,reorder=false,sinks=0")
+_CALIBRATED = ("kvquant-nuq3-1%", "kvquant-nuq2")
+# Whose kernels are checked; calibrated ones with random tokens, and SKVQ's without what comes from
+# texts.
+_FORMATS = ("fp", *_RECIPES, "skvq-k2v2,clip=0.9,reorder=false,sinks=0", *_CALIBRATED)
 # Batch and tokens of the attention table, for the heads of an 8B Llama.
 _CASES = ((1, 4096), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 8192))
 # Model dtype and head dimension of the kernels that are checked. Kernels take minutes to compile,

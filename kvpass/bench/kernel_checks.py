@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from kvpass.backend import provider
 from kvpass.bench.contenders import TOLERANCE, decoded_rows, dense_attention, random_tokens
+from kvpass.bench.plans import layer_plan, packed_states
 from kvpass.bench.timing import relative_error
+from kvpass.cache.encoding import NOWHERE, split_outliers
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
+from kvpass.ops.pack import outliers_of
 from kvpass.plan import LayerPlan
-from kvpass.recipes import written_recipe as recipe_of
 
 _BATCH, _HEADS, _KV_HEADS = 2, 8, 2
 # Below, at and above a flush; the last one is split among programs.
@@ -71,16 +73,16 @@ def check_kernels(
         OptionError: if the recipe is not known.
         PlanError: if it does not fit ``head_dim``.
     """
-    plan = recipe_of(recipe).layer_plan("*", head_dim, head_dim)
-    label = f"{recipe} {str(dtype).removeprefix('torch.')} D={head_dim}"
     tokens = partial(_tokens, head_dim=head_dim, dtype=dtype)
-    for kind, tensor_plan in (("keys", plan.keys), ("values", plan.values)):
+    plan = layer_plan(recipe, tokens(_LENGTHS[-1]), tokens(_LENGTHS[-1], seed=1))
+    label = f"{recipe} {str(dtype).removeprefix('torch.')} D={head_dim}"
+    for kind in ("keys", "values"):
         for length in _LENGTHS:
             name = f"pack {kind} {label} T={length}"
-            yield _check_pack(name, tensor_plan, tokens(length), device, wanted)
+            yield _check_pack(name, plan, kind, tokens(length), device, wanted)
             name = f"unpack {kind} {label} T={length}"
-            yield _check_unpack(name, tensor_plan, tokens(length), device, wanted)
-        yield _check_append(f"append {kind} {label}", tensor_plan, tokens, device, wanted)
+            yield _check_unpack(name, plan, kind, tokens(length), device, wanted)
+        yield _check_append(f"append {kind} {label}", plan, kind, tokens, device, wanted)
     for length in _LENGTHS:
         for queries, masked in ((1, False), (1, True), (2, False)):
             state = _states(plan, [tokens(length), tokens(length, seed=1)], device)
@@ -96,32 +98,38 @@ def _tokens(length: int, seed: int = 0, *, head_dim: int, dtype: torch.dtype) ->
 
 
 def _check_pack(
-    name: str, plan: TensorPlan, x: Tensor, device: torch.device, wanted: str | None
+    name: str, layer: LayerPlan, kind: str, x: Tensor, device: torch.device, wanted: str | None
 ) -> Check:
-    moved = x.to(device)
-    target, choice = provider("pack", moved, str(plan))
-    got = target(moved, str(plan))
-    differences = _differences(got, torch.ops.kvpass.pack(x, str(plan)), plan)
+    plan, state = _packed(layer, kind, x)
+    arguments = (x.to(device), str(plan), _ranges(layer, kind, device))
+    target, choice = provider("pack", *arguments)
+    differences = _differences(target(*arguments), state, plan)
     return Check(name, choice.provider, differences, 0, _served(choice, wanted))
 
 
 def _check_unpack(
-    name: str, plan: TensorPlan, x: Tensor, device: torch.device, wanted: str | None
+    name: str, layer: LayerPlan, kind: str, x: Tensor, device: torch.device, wanted: str | None
 ) -> Check:
-    state = torch.ops.kvpass.pack(x, str(plan))
+    state = packed_states(layer, x, x)[kind == "values"]
+    plan = layer.keys if kind == "keys" else layer.values
     arguments = (x.shape[2], str(plan), x.dtype)
     moved = [t.to(device) for t in state]
     target, choice = provider("unpack", moved, *arguments)
-    differs = target(moved, *arguments).cpu() != torch.ops.kvpass.unpack(state, *arguments)
-    return Check(name, choice.provider, int(differs.sum()), 0, _served(choice, wanted))
+    got, expected = target(moved, *arguments).cpu(), torch.ops.kvpass.unpack(state, *arguments)
+    if plan.codec.table is None and plan.rope is None:
+        error, tolerance = float((got != expected).sum()), 0.0
+    else:
+        # A product and a sum may be rounded together, or a rotation in another order.
+        error, tolerance = relative_error(got, expected.double()), TOLERANCE[x.dtype]
+    return Check(name, choice.provider, error, tolerance, _served(choice, wanted))
 
 
 def _check_append(
-    name: str, plan: TensorPlan, tokens: Any, device: torch.device, wanted: str | None
+    name: str, layer: LayerPlan, kind: str, tokens: Any, device: torch.device, wanted: str | None
 ) -> Check:
     """After every step the state is compared with the reference's on a CPU."""
     first = tokens(_FIRST_PROMPT)
-    state = torch.ops.kvpass.pack(first, str(plan))
+    plan, state = _packed(layer, kind, first)
     expected = PackedKV(state, plan, _FIRST_PROMPT, first.dtype)
     got = PackedKV([t.to(device, copy=True) for t in state], plan, _FIRST_PROMPT, first.dtype)
     differences = 0
@@ -136,6 +144,18 @@ def _check_append(
         expected, got = expected.extended(n), got.extended(n)
         differences += _differences(got.state, expected.state, plan)
     return Check(name, choice.provider, differences, 0, _served(choice, wanted))
+
+
+def _packed(layer: LayerPlan, kind: str, x: Tensor) -> tuple[TensorPlan, list[Tensor]]:
+    """The plan of keys or values, as they are stored, and what the reference makes of ``x``."""
+    plan = replace(layer.keys if kind == "keys" else layer.values, rope=None)
+    return plan, torch.ops.kvpass.pack(x, str(plan), _ranges(layer, kind, x.device))
+
+
+def _ranges(layer: LayerPlan, kind: str, device: torch.device) -> Tensor | None:
+    if kind == "values" or layer.key_ranges is None:
+        return None
+    return layer.key_ranges.tensor(device)
 
 
 def _check_attention(
@@ -175,10 +195,7 @@ def _states(
     plan: LayerPlan, tokens: Sequence[Tensor], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Keys and values, packed by the reference and moved to the device."""
-    keys, values = (
-        [t.to(device) for t in torch.ops.kvpass.pack(x, str(p))]
-        for x, p in zip(tokens, (plan.keys, plan.values), strict=True)
-    )
+    keys, values = ([t.to(device) for t in state] for state in packed_states(plan, *tokens))
     return keys, values
 
 
@@ -201,10 +218,20 @@ def _live(state: Sequence[Tensor], plan: TensorPlan) -> list[Tensor]:
     ends = state[-1][0].tolist()
     if plan.codec.identity:
         return [state[0][:, :, : ends[0]]]
-    packed, total = ends
-    axis, size = (2, packed // plan.codec.group) if plan.codec.axis == "channel" else (3, packed)
-    slots = torch.arange(packed, total) % plan.ring
-    return [state[0][:, :, :packed], state[1].narrow(axis, 0, size), state[2][:, :, slots]]
+    packed, total = ends[-2] - plan.sinks, ends[-1]
+    slots = torch.arange(ends[-2], total) % plan.ring
+    live = [state[0][:, :, :packed], state[2][:, :, slots]]
+    if plan.codec.axis == "token":
+        live.append(state[1][..., :packed])
+    elif not plan.codec.offline:
+        live.append(state[1][:, :, : packed // plan.codec.group])
+    if plan.sinks:
+        live.append(state[3][:, :, : plan.sinks])
+    if plan.codec.outliers:
+        # Their order is free, and of equal elements either may be one.
+        places, values = split_outliers(outliers_of(list(state), plan)[:, :packed])
+        live.append(values.float().masked_fill(places == NOWHERE, torch.inf).sort(dim=2).values)
+    return live
 
 
 def _served(choice: Any, wanted: str | None) -> str:

@@ -29,7 +29,8 @@ def checks(recipe="kivi-2bit", wanted=None, dtype=torch.float16):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtype"), [("fp", torch.bfloat16), ("kivi-4bit", torch.float16)]
+    ("recipe", "dtype"),
+    [("fp", torch.bfloat16), ("kivi-4bit", torch.float16), ("kvquant-nuq3-1%", torch.float32)],
 )
 def test_reference_passes(recipe, dtype):
     found = checks(recipe, dtype=dtype)
