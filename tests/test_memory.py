@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvpass import PackedKV, recipe
+from kvpass.backend import provider
+from kvpass.bench.plans import layer_plan, packed_states
 from kvpass.evaluate import cache_bytes
 from tests.harness import compiled, left_padding, peak, run_steps
 from tests.models import prompt, tiny_model
@@ -64,3 +69,40 @@ def test_a_prefill_keeps_one_layer_plain_at_a_time() -> None:
     one_layer = 2 * 2 * tokens * 64 * 4
     assert with_cache <= own + one_layer + held, (with_cache, own, one_layer, held)
     assert one_layer + held < layers * one_layer / 4, "a cache kept plain would be far above that"
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_ten_thousand_steps_hold_nothing_but_codes() -> None:
+    """Keys and values with outliers, through the provider that graphs call."""
+    x = torch.randn(1, 2, 512, 64)
+    plan = layer_plan("kvquant-nuq3-1%", x, x)
+    keys = replace(plan.keys, rope=None)
+    handles = []
+    for tensor_plan, state in zip(
+        (keys, plan.values), packed_states(replace(plan, keys=keys), x, x), strict=True
+    ):
+        handles.append(PackedKV(state, tensor_plan, 512, x.dtype))
+    steps, held = 10_000, []
+    new = torch.randn(steps, 1, 2, 1, 64)
+    for step in range(steps):
+        for i, handle in enumerate(handles):
+            handle.reserve(1)
+            append, _ = provider("append", handle.state, new[step], str(handle.plan))
+            append(handle.state, new[step], str(handle.plan))
+            handles[i] = handle.extended(1)
+        if step in (steps // 5, steps - 1):
+            held.append((resident(), sum(h.nbytes for h in handles)))
+    (early, small), (late, large) = held
+    growing = sum(
+        getattr(h, name).nbytes for h in handles for name in ("codes", "params", "outliers")
+    )
+    fixed = large - growing
+    # One token and a step of up to 16 exactly, sinks, ends and calibrated ranges.
+    assert fixed <= 2 * 2 * (16 + 1) * 64 * 4 + 1024
+    assert late - early <= large - small + (8 << 20)
