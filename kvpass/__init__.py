@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from kvpass.cache.residency import Residency as Residency
     from kvpass.cache.residency import Segment as Segment
     from kvpass.cache.residency import TensorPlan as TensorPlan
+    from kvpass.calibration.allocation import Allocation as Allocation
+    from kvpass.calibration.allocation import allocate as allocate
     from kvpass.calibration.calibrate import calibrate as calibrate
+    from kvpass.calibration.scores import Scores as Scores
+    from kvpass.calibration.scores import score as score
+    from kvpass.calibration.sensitivity import importance as importance
     from kvpass.calibration.sensitivity import sensitivities as sensitivities
     from kvpass.errors import KvpassError as KvpassError
     from kvpass.inplace import fold_inplace as fold_inplace
@@ -37,6 +42,7 @@ __version__ = "0.1.0"
 # Imported on first use: TORCH_LOGS="+kvpass" imports this package while torch itself is being
 # imported.
 _HOMES = {
+    "Allocation": "kvpass.calibration.allocation",
     "ChannelOrder": "kvpass.cache.order",
     "ChannelRanges": "kvpass.cache.ranges",
     "Codec": "kvpass.cache.codec",
@@ -47,15 +53,19 @@ _HOMES = {
     "Recipe": "kvpass.recipes",
     "Residency": "kvpass.cache.residency",
     "Rule": "kvpass.rules",
+    "Scores": "kvpass.calibration.scores",
     "Segment": "kvpass.cache.residency",
     "TensorPlan": "kvpass.cache.residency",
+    "allocate": "kvpass.calibration.allocation",
     "calibrate": "kvpass.calibration.calibrate",
     "explain": "kvpass.inspect.explain",
     "fold_inplace": "kvpass.inplace",
+    "importance": "kvpass.calibration.sensitivity",
     "oracle_cache": "kvpass.oracle",
     "recipe": "kvpass.recipes",
     "register_filter": "kvpass.cache.filters",
     "register_rule": "kvpass.rules",
+    "score": "kvpass.calibration.scores",
     "sensitivities": "kvpass.calibration.sensitivity",
 }
 __all__ = ["backend", *sorted(_HOMES)]

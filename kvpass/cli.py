@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvpass.bench.command import add_bench
-from kvpass.calibration.command import add_calibrate
+from kvpass.calibration.command import add_calibrate, add_profile
 from kvpass.zoo.command import add_zoo
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_bench(commands)
     add_calibrate(commands)
     add_kernels(commands)
+    add_profile(commands)
     add_zoo(commands)
     options = parser.parse_args(arguments)
 

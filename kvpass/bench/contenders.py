@@ -139,7 +139,7 @@ def decoded_rows(
                 int(state[-1][b, -1]),
                 plan,
                 torch.float32,
-            )  # fmt: skip
+            )
             for state, plan in ((keys, k_plan), (values, v_plan))
         )
         yield k, v

@@ -10,7 +10,16 @@ from torch import Tensor
 import kvpass.ops.pack
 import kvpass.ops.rotary  # noqa: F401  (registers the ops)
 from kvpass.cache.rope import Rope
-from kvpass.calibration.seen import GradientObserver, Kind, Observer, Seen, SeenGradient
+from kvpass.calibration.seen import (
+    STORED,
+    GradientObserver,
+    Kind,
+    Observer,
+    Replace,
+    Seen,
+    SeenGradient,
+    Stored,
+)
 from kvpass.plan import LayerPlan
 from kvpass.recipes import written_recipe
 
@@ -41,6 +50,12 @@ class _Random:
         for kind in kinds:
             x = self.values if kind == "values" else self.keys
             observer(SeenGradient("*", kind, x, torch.randn_like(x)))
+
+    def importance(self, name: str) -> dict[tuple[str, Stored], float]:
+        return {("*", kind): 1.0 for kind in STORED}
+
+    def loss(self, replace: Replace | None, name: str) -> float:
+        return 0.0
 
 
 def check_recipe(name: str, head_dim: int) -> None:

@@ -1,10 +1,14 @@
-"""``kvpass calibrate``: the command line of calibration. Imports torch only when it runs."""
+"""``kvpass calibrate`` and ``kvpass profile``: the command line of calibration.
+
+Imports torch only when it runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +23,52 @@ def add_calibrate(commands: Any) -> None:
     )
     command = commands.add_parser("calibrate", help="make a plan from texts",
                                   description=description)  # fmt: skip
-    command.add_argument("model", metavar="MODEL", help="folder of a transformers model")
-    command.add_argument("texts", nargs="+", metavar="TEXT",
-                         help="text files; of .jsonl, the field text of every line")  # fmt: skip
+    _add_inputs(command)
     command.add_argument("--out", required=True, metavar="FILE", help="where the plan goes, "
                          "*.safetensors")  # fmt: skip
     command.add_argument("--recipe", default="skvq-k2v2", metavar="NAME",
                          help="default: skvq-k2v2; or e.g. skvq-k2v2,group=64")  # fmt: skip
-    command.add_argument("--samples", type=int, default=64, help="pieces of text (default: 64)")
-    command.add_argument("--length", type=int, default=1024, help="tokens each (default: 1024)")
     command.add_argument("--batch", type=int, default=4, help="pieces at once (default: 4)")
     command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=run_calibrate)
+
+
+def add_profile(commands: Any) -> None:
+    """Adds ``profile`` to the sub-parsers of a command line."""
+    description = (
+        "Prints how much the loss of a local model depends on the weights that make keys and "
+        "values, layer by layer (KVmix): the more, the more bits they deserve."
+    )
+    command = commands.add_parser("profile", help="the importance of layers",
+                                  description=description)  # fmt: skip
+    _add_inputs(command)
+    command.add_argument("--json", metavar="FILE", help="write the table there, too")
+    command.add_argument("--plot", metavar="FILE", help="draw it; needs matplotlib")
+    command.set_defaults(run=run_profile)
+
+
+def _add_inputs(command: Any) -> None:
+    command.add_argument("model", metavar="MODEL", help="folder of a transformers model")
+    command.add_argument("texts", nargs="+", metavar="TEXT",
+                         help="text files; of .jsonl, the field text of every line")  # fmt: skip
+    command.add_argument("--samples", type=int, default=64, help="pieces of text (default: 64)")
+    command.add_argument("--length", type=int, default=1024, help="tokens each (default: 1024)")
     command.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
     command.add_argument("--device", default="cpu", help="default: cpu")
-    command.set_defaults(run=run_calibrate)
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
     """``kvpass calibrate``."""
     from kvpass.calibration.calibrate import calibrate
-    from kvpass.errors import OptionError, unknown
+    from kvpass.errors import OptionError
     from kvpass.recipes import written_recipe
 
-    if options.dtype not in _DTYPES:
-        raise OptionError(unknown("dtype", options.dtype, _DTYPES))
     if not options.out.endswith(".safetensors"):
         raise OptionError(f"--out {options.out} is not supported; allowed: a *.safetensors file.")
     if not Path(options.out).resolve().parent.is_dir():
         raise OptionError(f"--out {options.out}: its folder does not exist.")
     recipe = written_recipe(options.recipe)
-    for path in options.texts:
-        if not Path(path).is_file():
-            raise OptionError(f"Text file '{path}' does not exist.")
-    model, tokenizer = _load(options.model, options.dtype, options.device)
+    model, tokenizer = _load(options)
     plan = calibrate(
         model,
         recipe,
@@ -71,12 +88,51 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
+def run_profile(options: argparse.Namespace) -> int:
+    """``kvpass profile``."""
+    from kvpass.bench.report import check_outputs, plot_bars, write_json
+    from kvpass.calibration.seen import STORED
+    from kvpass.calibration.sensitivity import importance
+
+    check_outputs(options.json, options.plot)
+    model, tokenizer = _load(options)
+    found = importance(
+        model,
+        _texts(options.texts),
+        tokenizer=tokenizer,
+        samples=options.samples,
+        length=options.length,
+    )
+    width = max(len(layer) for layer in found)
+    print(f"{'layer':{width}}{'keys':>12}{'values':>12}")
+    for layer, score in found.items():
+        print(f"{layer:{width}}{score.keys:>12.4g}{score.values:>12.4g}")
+    if options.json:
+        rows = [{"layer": layer, **asdict(score)} for layer, score in found.items()]
+        write_json(options.json, "profile", {"model": options.model}, rows)
+    if options.plot:
+        bars = {f"{n} {kind}": getattr(s, kind) for n, s in found.items() for kind in STORED}
+        plot_bars(options.plot, bars, "norm of the gradient")
+    return 0
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and its tokenizer; the texts are looked for before, which is quick.
+
+    Raises:
+        OptionError: if a file is missing, or the model cannot be loaded.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvpass.errors import OptionError
+    from kvpass.errors import OptionError, unknown
 
+    path, dtype, device = options.model, options.dtype, options.device
+    if dtype not in _DTYPES:
+        raise OptionError(unknown("dtype", dtype, _DTYPES))
+    for text in options.texts:
+        if not Path(text).is_file():
+            raise OptionError(f"Text file '{text}' does not exist.")
     if not (Path(path) / "config.json").is_file():
         raise OptionError(f"'{path}' is not a model folder: it has no config.json.")
     try:

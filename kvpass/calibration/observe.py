@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from kvpass._torch import many_graphs
-from kvpass.calibration.seen import GradientObserver, Kind, Observer, Rotation, Seen, SeenGradient
+from kvpass.calibration.importance import (
+    gradient_norms,
+    matrices,
+    only_gradients_of,
+    projections,
+    summed_loss,
+)
+from kvpass.calibration.seen import (
+    GradientObserver,
+    Kind,
+    Observer,
+    Replace,
+    Rotation,
+    Seen,
+    SeenGradient,
+    Stored,
+)
 from kvpass.errors import UnmatchedGraphError
 from kvpass.graph.forms import AttentionSite
 from kvpass.graph.pattern import Miss
@@ -25,21 +39,26 @@ from kvpass.rules.cache_before_rope import turned
 from kvpass.rules.fuse_attention import attention_call
 from kvpass.rules.pushes.rotary import rotations
 
+# Of a text, enough to see which weights make keys and values.
+_FEW_TOKENS = 8
 # Who looks on. Not part of a graph, so that Dynamo compiles a model once for all passes.
 _observer: ContextVar[Observer] = ContextVar("observer")
 # What a forward pass has stored for the observer of gradients.
-_stored: ContextVar[list[Stored] | None] = ContextVar("stored", default=None)
+_stored: ContextVar[list[Made] | None] = ContextVar("stored", default=None)
+# What keys and values are replaced by.
+_replace: ContextVar[Replace | None] = ContextVar("replace", default=None)
 
 
 @dataclass(frozen=True)
-class Stored:
+class Made:
     """Keys or values in a forward pass; ``probe`` is zero, was added to them, and gets their
-    gradient."""
+    gradient; ``made`` is ``x`` with what autograd knows of it."""
 
     layer: str
     kinds: tuple[Kind, ...]
     x: Tensor
     probe: Tensor
+    made: Tensor
 
 
 class Watched:
@@ -81,25 +100,61 @@ class Watched:
         """See `Pass.gradients`."""
         token = _observer.set(lambda _: None)
         try:
-            with torch.enable_grad(), _without_gradients(self._model):
+            with torch.enable_grad(), only_gradients_of(self._model, []):
                 self._run(lambda ids: self._gradients(ids, observer), name)
         finally:
             _observer.reset(token)
 
-    def _gradients(self, ids: Tensor, observer: GradientObserver) -> None:
-        stored: list[Stored] = []
+    def importance(self, name: str) -> dict[tuple[str, Stored], float]:
+        """See `Pass.importance`."""
+        token = _observer.set(lambda _: None)
+        try:
+            every = only_gradients_of(self._model, matrices(self._model))
+            with torch.enable_grad(), many_graphs(), every:
+                stored, _ = self._forward(self._batches[0][:1, :_FEW_TOKENS].to(self._device))
+                found = projections(self._model, stored)
+        finally:
+            _observer.reset(token)
+        self._found = len(found)
+        self._check()
+        texts = [ids.to(self._device) for batch in self._batches for ids in batch.split(1)]
+        bar = tqdm(texts, desc=name, disable=not self._progress, leave=False)
+        return gradient_norms(self._model, found, bar)
+
+    def loss(self, replace: Replace | None, name: str) -> float:
+        """See `Pass.loss`."""
+        tokens = (_observer.set(lambda _: None), _replace.set(replace))
+        total = 0.0
+
+        def step(ids: Tensor) -> None:
+            nonlocal total
+            self._found += 1
+            logits = self._compiled(input_ids=ids, use_cache=True).logits
+            total += float(summed_loss(logits, ids))
+
+        try:
+            with torch.no_grad():
+                self._run(step, name)
+        finally:
+            _observer.reset(tokens[0])
+            _replace.reset(tokens[1])
+        return total / sum(ids[:, 1:].numel() for ids in self._batches)
+
+    def _forward(self, ids: Tensor) -> tuple[list[Made], Tensor]:
+        """What a forward pass stores, and its logits."""
+        stored: list[Made] = []
         token = _stored.set(stored)
         try:
-            logits = self._compiled(input_ids=ids, use_cache=True).logits
+            return stored, self._compiled(input_ids=ids, use_cache=True).logits
         finally:
             _stored.reset(token)
+
+    def _gradients(self, ids: Tensor, observer: GradientObserver) -> None:
+        stored, logits = self._forward(ids)
         self._found += len(stored)
         if stored:
             # The sum, not the mean, so that texts count alike however they are batched.
-            loss = cross_entropy(
-                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="sum"
-            )
-            loss.backward()
+            summed_loss(logits, ids).backward()
         for s in stored:
             # Keys and values that the loss does not depend on have none.
             gradient = torch.zeros_like(s.x) if s.probe.grad is None else s.probe.grad
@@ -111,25 +166,15 @@ class Watched:
         with many_graphs():
             for ids in tqdm(self._batches, desc=name, disable=not self._progress, leave=False):
                 step(ids.to(self._device))
+        self._check()
+
+    def _check(self) -> None:
         if not self._found:
             raise UnmatchedGraphError(
                 f"No attention over cached keys and values is found in "
                 f"{type(self._model).__name__}; kvpass.explain says why after a call with "
                 "backend='kvpass'."
             )
-
-
-@contextmanager
-def _without_gradients(model: Any) -> Iterator[None]:
-    """The parameters of ``model`` need no gradients meanwhile: only keys and values do."""
-    needed = [p for p in model.parameters() if p.requires_grad]
-    for parameter in needed:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in needed:
-            parameter.requires_grad_(True)
 
 
 def _watched(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -186,11 +231,13 @@ def _probe(graph: Graph, x: Node, layer: str, *kinds: Kind) -> None:
         return
 
     def probed(tensor: Tensor) -> Tensor:
+        if (replace := _replace.get()) is not None:
+            return replace(layer, kinds, tensor)
         stored = _stored.get()
         if stored is None:
             return tensor
         probe = torch.zeros_like(tensor, requires_grad=True)
-        stored.append(Stored(layer, kinds, tensor.detach(), probe))
+        stored.append(Made(layer, kinds, tensor.detach(), probe, tensor))
         return tensor + probe
 
     with graph.inserting_after(x):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from kvpass.errors import PlanError
 from kvpass.ops.attention import attention_weights, mask_rows
+
+# What is cached, and what of it can be told.
+Stored = Literal["keys", "values"]
+STORED: tuple[Stored, ...] = ("keys", "values")
+Kind = Literal["keys", "before_rope", "values"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,19 @@ class Seen:
     rotations: tuple[Rotation, ...]
     before_rope: Tensor | str
 
+    def stored(self, kind: Stored, before_rope: bool) -> Tensor:
+        """Keys, or values, as a plan stores them: keys maybe before their rotary embedding."""
+        if kind == "values":
+            return self.values
+        if not before_rope:
+            return self.keys
+        if isinstance(self.before_rope, str):
+            raise PlanError(
+                f"The keys of layer '{self.layer}' cannot be stored before their rotary embedding: "
+                f"{self.before_rope}. Calibrate with before_rope=False."
+            )
+        return self.before_rope
+
     def rows(self, x: Tensor) -> Tensor:
         """``x`` ``[B, Hq, n, ...]`` as ``[B, H, Hq/H * n, ...]``: the queries of a KV head."""
         heads = self.keys.shape[1]
@@ -75,9 +94,6 @@ class Seen:
         return attention_weights(products * self.scale, mask, self.softcap, sinks)
 
 
-Kind = Literal["keys", "before_rope", "values"]
-
-
 @dataclass(frozen=True)
 class SeenGradient:
     """Keys, before or behind their rotary embedding (both, if they have none), or values of a first
@@ -99,6 +115,8 @@ class SeenGradient:
 # Looks at every attention of a batch.
 Observer = Callable[[Seen], None]
 GradientObserver = Callable[[SeenGradient], None]
+# Given a layer, which of its tensors it is, and the tensor: what the model goes on with.
+Replace = Callable[[str, Sequence[Kind], Tensor], Tensor]
 
 
 class Pass(Protocol):
@@ -113,3 +131,10 @@ class Pass(Protocol):
 
     def tokens(self, skip: int = 0) -> int:
         """Of all texts, but the first ``skip`` of each."""
+
+    def importance(self, name: str) -> dict[tuple[str, Stored], float]:
+        """Of the ``keys`` and the ``values`` of every layer: see
+        `kvpass.calibration.importance.gradient_norms`."""
+
+    def loss(self, replace: Replace | None, name: str) -> float:
+        """Nats per token, with keys and values replaced."""

@@ -1,4 +1,4 @@
-"""How much a layer's rounding costs the model: the score of KVQuant's appendix P."""
+"""How much a layer's rounding may cost the model: KVQuant's sensitivity, KVmix's importance."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from torch import Tensor
 from kvpass._torch import is_compiled
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import SeenGradient
+from kvpass.calibration.seen import SeenGradient, Stored
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan
 
 
 @dataclass
-class Sensitivity:
-    """Of one layer: errors weighted by what they change in the loss.
-
-    Attributes:
-        keys, values: sums of ``(gradient * (x - rounded x))^2`` over channels, means over tokens.
-    """
+class LayerScore:
+    """Of one layer: how much rounding its keys, or its values, harms the model."""
 
     keys: float = 0.0
     values: float = 0.0
@@ -38,7 +34,7 @@ def sensitivities(
     length: int = 1024,
     batch: int = 4,
     progress: bool = True,
-) -> dict[str, Sensitivity]:
+) -> dict[str, LayerScore]:
     """The quantization error of every layer, weighted by the diagonal of the Fisher information
     (KVQuant, appendix P): the layers with the largest gain most from more bits.
 
@@ -48,7 +44,8 @@ def sensitivities(
         data, tokenizer, samples, length, batch, progress: as `kvpass.calibrate`.
 
     Returns:
-        By the attention module's path.
+        By the attention module's path: sums of ``(gradient * (x - rounded x))^2`` over channels,
+        means over tokens.
 
     Raises:
         OptionError: if an argument is not allowed.
@@ -58,15 +55,16 @@ def sensitivities(
     if is_compiled(model):
         raise OptionError("The model is compiled already; use it before model.compile().")
     run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
-    tokens, found = run.tokens(), dict[str, Sensitivity]()
+    tokens, found = run.tokens(), dict[str, LayerScore]()
 
     def look(seen: SeenGradient) -> None:
         layer = plan.layer(seen.layer)
         if seen.kind == ("keys" if layer.before_rope else "before_rope"):
             return
-        errors = seen.x.float() - _rounded(layer, seen)
+        kind: Stored = "values" if seen.kind == "values" else "keys"
+        errors = seen.x.float() - rounded(layer, kind, seen.x)
         score = float((errors * seen.gradient.float()).square().sum()) / tokens
-        known = found.setdefault(seen.layer, Sensitivity())
+        known = found.setdefault(seen.layer, LayerScore())
         if seen.kind == "values":
             known.values += score
         else:
@@ -76,17 +74,51 @@ def sensitivities(
     return found
 
 
-def _rounded(layer: LayerPlan, seen: SeenGradient) -> Tensor:
-    """What all tokens decode to, whole groups of them."""
-    x, values = seen.x.float(), seen.kind == "values"
-    codec = layer.values.codec if values else layer.keys.codec
+def importance(
+    model: Any,
+    data: Iterable[Any],
+    *,
+    tokenizer: Any = None,
+    samples: int = 64,
+    length: int = 1024,
+    progress: bool = True,
+) -> dict[str, LayerScore]:
+    """How much the loss depends on ``W_k`` and ``W_v`` of every layer, also where they are part of
+    one projection (KVmix, section 3.1).
+
+    Args:
+        model: a causal language model of transformers, not compiled. It is not changed.
+        data, tokenizer, samples, length, progress: as `kvpass.calibrate`.
+
+    Returns:
+        By the attention module's path: L2 norms of the gradient of a text's mean loss, means over
+        texts.
+
+    Raises:
+        OptionError: if an argument is not allowed.
+        UnmatchedGraphError: if no attention is found in the model.
+    """
+    if is_compiled(model):
+        raise OptionError("The model is compiled already; use it before model.compile().")
+    run = Watched(model, token_batches(data, tokenizer, samples, length, 1), progress)
+    found: dict[str, LayerScore] = {}
+    for (layer, kind), norm in run.importance("importance").items():
+        setattr(found.setdefault(layer, LayerScore()), kind, norm)
+    return found
+
+
+def rounded(layer: LayerPlan, kind: Stored, x: Tensor) -> Tensor:
+    """What the keys, or values, ``x`` ``[B, H, T, D]`` of whole texts decode to, in float32: sinks
+    are exact, whole groups of other tokens rounded."""
+    x, values = x.float(), kind == "values"
+    plan = layer.values if values else layer.keys
     order = layer.value_order if values else layer.key_order
-    if codec.identity:
+    count = max(0, x.shape[2] - plan.sinks) // plan.codec.token_group * plan.codec.token_group
+    if plan.codec.identity or not count:
         return x
-    whole = x.shape[2] // codec.token_group * codec.token_group
-    stored = x[:, :, :whole] if order is None else order.store(x[:, :, :whole])
+    packed = x[:, :, plan.sinks : plan.sinks + count]
     ranges = None if values or layer.key_ranges is None else layer.key_ranges.tensor(x.device)
-    rounded = codec.rounded(stored, ranges)
+    found = plan.codec.rounded(packed if order is None else order.store(packed), ranges)
     out = x.clone()
-    out[:, :, :whole] = rounded if order is None else order.restore(rounded)
+    out[:, :, plan.sinks : plan.sinks + count] = found if order is None else order.restore(found)
     return out

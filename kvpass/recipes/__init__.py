@@ -10,17 +10,23 @@ from typing import Any
 
 from kvpass.errors import OptionError, unknown
 from kvpass.plan import Plan
+from kvpass.recipes.auto import Auto as Auto
 from kvpass.recipes.base import Recipe as Recipe
 from kvpass.recipes.fp import Fp as Fp
 from kvpass.recipes.kivi import Kivi as Kivi
+from kvpass.recipes.kvmix import Kvmix as Kvmix
 from kvpass.recipes.kvquant import Kvquant as Kvquant
 from kvpass.recipes.skvq import Skvq as Skvq
 
 DEFAULT = "kivi-4bit"
 RECIPES: dict[str, Callable[[], Recipe]] = {
+    "auto": Auto,
     "fp": Fp,
     "kivi-4bit": lambda: Kivi(bits=4),
     "kivi-2bit": lambda: Kivi(bits=2),
+    "kvmix": Kvmix,
+    "kvmix-k2.19v2.38": Kvmix,
+    "kvmix-k2.28v2.56": lambda: Kvmix(share=0.3),
     **{f"kvquant-nuq{n}": partial(Kvquant, bits=n) for n in (4, 3, 2)},
     **{f"kvquant-nuq{n}-1%": partial(Kvquant, bits=n, outliers=0.01) for n in (4, 3, 2)},
     "skvq-k2v2": Skvq,

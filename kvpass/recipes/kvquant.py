@@ -102,7 +102,7 @@ class Kvquant(Recipe):
         shapes: dict[str, tuple[int, int, int]] = {}
 
         def look(seen: Seen) -> None:
-            keys = self._keys(seen)
+            keys = seen.stored("keys", self.before_rope)
             shapes[seen.layer] = (keys.shape[1], keys.shape[3], seen.values.shape[3])
             if seen.layer not in found:
                 tokens = run.tokens(self.sinks)
@@ -126,16 +126,6 @@ class Kvquant(Recipe):
         table = None if self.uniform else tuple(torch.linspace(-1, 1, 1 << self.bits).tolist())
         base = Codec(self.bits, "channel" if axis == "channel" else "token", group)
         return TensorPlan(replace(base, outliers=2 * half, table=table), self._residency)
-
-    def _keys(self, seen: Seen) -> torch.Tensor:
-        if not self.before_rope:
-            return seen.keys
-        if isinstance(seen.before_rope, str):
-            raise PlanError(
-                f"The keys of layer '{seen.layer}' cannot be stored before their rotary embedding: "
-                f"{seen.before_rope}. Calibrate with before_rope=False."
-            )
-        return seen.before_rope
 
     def _levelled(self, plans: dict[str, LayerPlan], run: Pass, seed: int) -> dict[str, LayerPlan]:
         levels = {(layer, kind): Levels() for layer in plans for kind in ("keys", "values")}

@@ -7,12 +7,14 @@ with both sides.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from kvpass._torch import FakeTensorMode
 from kvpass.bench.plans import layer_plan
-from kvpass.recipes import RECIPES, Kvquant, recipe
+from kvpass.recipes import RECIPES, Auto, Kvmix, Kvquant, recipe
 from lowering.inspection import (
     CAPABILITIES,
     inspect_launch,
@@ -36,6 +38,10 @@ BOUNDS = {
     # kivi-2bit and kivi-4bit
     ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.06,
     ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.30,
+    # More bits for the important layers of kvmix.
+    ("int3.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.70,
+    ("int2.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.25,
+    ("int3.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.63,
     # Keys and values of one kind, with sinks.
     (f"int2.token128.fp8{SINKS}", f"int2.token128.fp8{SINKS}"): 1.53,
     (f"int2.token128.fp8{SINKS}", f"int1.5.token128.slots.fp8{SINKS}"): 1.53,
@@ -82,6 +88,15 @@ def test_the_formats_of_every_recipe_have_a_bound():
         known = recipe(name)
         if isinstance(known, Kvquant):
             assert name in CALIBRATED
+            continue
+        if isinstance(known, Auto):
+            # Mixes formats of the others.
+            continue
+        if isinstance(known, Kvmix):
+            keys = {f"int{b}.channel32" for b in (known.key_bits, known.more_key_bits)}
+            values = {f"int{b}.token32" for b in (known.value_bits, known.more_value_bits)}
+            for k, v in product(keys, values):
+                assert (f"{k}/window=0,flush=128", f"{v}/window=128,flush=1") in BOUNDS, name
             continue
         if known.calibrated:
             # Orders change no kernel of attention, and clips only those that write.

@@ -1,0 +1,185 @@
+"""`score`: what each way of storing the keys, or the values, of each layer is predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from kvpass._torch import is_compiled
+from kvpass.calibration.data import token_batches
+from kvpass.calibration.observe import Watched
+from kvpass.calibration.seen import STORED, Kind, Pass, Replace, Seen, SeenGradient, Stored
+from kvpass.calibration.sensitivity import rounded
+from kvpass.errors import OptionError, unknown
+from kvpass.plan import Plan
+
+By = Literal["importance", "sensitivity", "loss"]
+# The attention module's path, and which of its tensors.
+Name = tuple[str, Stored]
+# Of each tensor, for each candidate.
+Costs = dict[Name, list[float]]
+
+
+@dataclass(frozen=True)
+class TensorScore:
+    """Of the keys, or the values, of one layer.
+
+    Attributes:
+        heads, dim: of each token.
+        costs: predicted for each candidate; in nats per token if scored by ``loss``.
+        bits: per element that each candidate stores, its exact tokens not counted.
+    """
+
+    heads: int
+    dim: int
+    costs: tuple[float, ...]
+    bits: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What `kvpass.allocate` chooses by.
+
+    Attributes:
+        by: how costs were found.
+        candidates: plans, each of which says how every layer could be stored.
+        tensors: by the attention module's path, and ``keys`` or ``values``.
+    """
+
+    by: By
+    candidates: tuple[Plan, ...]
+    tensors: Mapping[Name, TensorScore]
+
+
+def score(
+    model: Any,
+    candidates: Sequence[Plan],
+    data: Iterable[Any],
+    *,
+    by: By = "sensitivity",
+    tokenizer: Any = None,
+    samples: int = 64,
+    length: int = 1024,
+    batch: int = 4,
+    progress: bool = True,
+) -> Scores:
+    """Scores candidates for the keys and the values of every layer.
+
+    Args:
+        model: a causal language model of transformers, not compiled. It is not changed.
+        candidates: plans for this model.
+        data, tokenizer, samples, length, batch, progress: as `kvpass.calibrate`.
+        by: ``importance``: the gradient's norm with respect to the weights that make keys or values
+            (KVmix, section 3.1) times the rounding error's relative size. ``sensitivity``: the
+            rounding errors, weighted by squared gradients (KVQuant, appendix P). ``loss``: what the
+            loss grows by when this tensor alone is rounded; one forward pass for each candidate
+            and tensor.
+
+    Raises:
+        OptionError: if an argument is not allowed.
+        PlanError: if a plan does not fit the model.
+        UnmatchedGraphError: if no attention is found in the model.
+    """
+    if by not in get_args(By):
+        raise OptionError(unknown("score", by, get_args(By)))
+    if not candidates:
+        raise OptionError("candidates are empty; allowed: at least one plan.")
+    if is_compiled(model):
+        raise OptionError("The model is compiled already; use it before model.compile().")
+    run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
+    return score_run(run, candidates, by)
+
+
+def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
+    """As `score`, of a run."""
+    shapes = _shapes(run)
+    if by == "loss":
+        costs = _losses(run, candidates, shapes)
+    elif by == "sensitivity":
+        costs = _weighted(run, candidates)
+    else:
+        costs = _relative(run, candidates)
+        importance = run.importance("importance")
+        costs = {name: [importance[name] * x for x in found] for name, found in costs.items()}
+    tensors = {}
+    for (layer, kind), (heads, dim) in shapes.items():
+        plans = (plan.layer(layer) for plan in candidates)
+        codecs = [(p.keys if kind == "keys" else p.values).codec for p in plans]
+        bits = tuple(codec.bits_per_element(dim, heads) for codec in codecs)
+        tensors[layer, kind] = TensorScore(heads, dim, tuple(costs[layer, kind]), bits)
+    return Scores(by, tuple(candidates), tensors)
+
+
+def _shapes(run: Pass) -> dict[Name, tuple[int, int]]:
+    found: dict[Name, tuple[int, int]] = {}
+
+    def look(seen: Seen) -> None:
+        found[seen.layer, "keys"] = (seen.keys.shape[1], seen.keys.shape[3])
+        found[seen.layer, "values"] = (seen.values.shape[1], seen.values.shape[3])
+
+    run(look, "layers")
+    return found
+
+
+def _weighted(run: Pass, candidates: Sequence[Plan]) -> Costs:
+    """Sums of squared errors times squared gradients, means over tokens."""
+    found: Costs = {}
+    tokens = run.tokens()
+
+    def look(seen: SeenGradient) -> None:
+        for i, plan in enumerate(candidates):
+            layer = plan.layer(seen.layer)
+            if seen.kind != ("keys" if layer.before_rope else "before_rope"):
+                kind: Stored = "values" if seen.kind == "values" else "keys"
+                errors = (seen.x.float() - rounded(layer, kind, seen.x)) * seen.gradient.float()
+                costs = found.setdefault((seen.layer, kind), [0.0] * len(candidates))
+                costs[i] += float(errors.square().sum()) / tokens
+
+    run.gradients(look, "sensitivities")
+    return found
+
+
+def _relative(run: Pass, candidates: Sequence[Plan]) -> Costs:
+    """Norms of rounding errors over those of what is rounded."""
+    errors: Costs = {}
+    norms: Costs = {}
+
+    def look(seen: Seen) -> None:
+        for kind in STORED:
+            name = (seen.layer, kind)
+            known = errors.setdefault(name, [0.0] * len(candidates))
+            sizes = norms.setdefault(name, [0.0] * len(candidates))
+            for i, plan in enumerate(candidates):
+                layer = plan.layer(seen.layer)
+                x = seen.stored(kind, layer.before_rope).float()
+                known[i] += float((x - rounded(layer, kind, x)).square().sum())
+                sizes[i] += float(x.square().sum())
+
+    run(look, "rounding errors")
+    return {
+        name: [(e / n) ** 0.5 if n else 0.0 for e, n in zip(known, norms[name], strict=True)]
+        for name, known in errors.items()
+    }
+
+
+def _losses(run: Pass, candidates: Sequence[Plan], shapes: Mapping[Name, Any]) -> Costs:
+    """Differences of the loss."""
+    plain = run.loss(None, "loss")
+
+    def rounds(name: Name, plan: Plan) -> Replace:
+        layer = plan.layer(name[0])
+        wanted = "before_rope" if name[1] == "keys" and layer.before_rope else name[1]
+
+        def replace(path: str, kinds: Sequence[Kind], x: Tensor) -> Tensor:
+            here = path == name[0] and wanted in kinds
+            return rounded(layer, name[1], x).to(x.dtype) if here else x
+
+        return replace
+
+    return {
+        name: [run.loss(rounds(name, plan), f"{name[0]} {name[1]}") - plain for plan in candidates]
+        for name in shapes
+    }
