@@ -80,6 +80,11 @@ class Bench:
         plain = self.row("", None)
         print(f"plain: perplexity {plain.perplexity:.3f}, recall {plain.recall:.1%}", flush=True)
 
+    def training_texts(self) -> list[str]:
+        """What is calibrated on."""
+        files = training_files()
+        return list(read_texts(files[:: max(1, len(files) // self.samples)]))
+
     def plan(self, recipe: kvpass.Recipe) -> kvpass.Plan:
         """The recipe's plan, calibrated if it asks for that."""
         if not recipe.calibrated:
@@ -88,7 +93,7 @@ class Bench:
         plan = kvpass.calibrate(
             self.model,
             recipe,
-            read_texts(training_files()[:: max(1, len(training_files()) // self.samples)]),
+            self.training_texts(),
             tokenizer=self.tokenizer,
             samples=self.samples,
         )
@@ -112,9 +117,10 @@ class Bench:
 
 
 def _bits(plan: kvpass.Plan, config: Any) -> float:
-    layer, shape = plan.layer_at(0), (config.head_dim, config.num_key_value_heads)
-    each = [tensor.codec.bits_per_element(*shape) for tensor in (layer.keys, layer.values)]
-    return sum(each) / len(each)
+    layers = [plan.layer_at(i) for i in range(config.num_hidden_layers)]
+    codecs = [tensor.codec for layer in layers for tensor in (layer.keys, layer.values)]
+    shape = (config.head_dim, config.num_key_value_heads)
+    return sum(codec.bits_per_element(*shape) for codec in codecs) / len(codecs)
 
 
 def recipes(group: int) -> list[tuple[str, kvpass.Recipe]]:

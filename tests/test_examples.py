@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
+import kvpass
 from examples import add_a_filter, add_a_rule, kvquant_ladder, quickstart, skvq_ablation
 from kvpass import KvpassError
 from kvpass.cache.filters import FILTERS
@@ -71,3 +73,11 @@ def test_the_ladder_adds_one_part_at_a_time() -> None:
     assert recipes[5].window == 128
     plan = kvquant_ladder.per_token(2, 128)
     assert str(plan.default.keys) == "int2.token128/sinks=1,window=0,flush=1"
+
+
+def test_bits_of_a_plan_are_a_mean_over_its_layers() -> None:
+    config = AutoConfig.for_model("llama", num_hidden_layers=2, head_dim=64, num_key_value_heads=2)
+    two, four = (kvpass.recipe(f"kivi-{b}bit").plan(config).default for b in (2, 4))
+    plan = kvpass.Plan(two, {"0": two, "1": kvpass.LayerPlan(two.keys, four.values)})
+    # Scales of groups of 32 are a bit for each element.
+    assert skvq_ablation._bits(plan, config) == 3.5

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvpass import PackedKV, Plan, calibrate, explain, oracle_cache, recipe
+from kvpass import PackedKV, Plan, calibrate, explain, importance, oracle_cache, recipe
+from kvpass.errors import OptionError
 from tests.harness import compiled, run_steps
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_CODE_FLIP
@@ -34,3 +35,10 @@ def test_a_packed_cache_beside_int8_weights(name: str) -> None:
     assert (got - wanted).abs().max().item() <= LOGITS_CODE_FLIP
     assert isinstance(cache.layers[0].keys, PackedKV)
     assert "attention: cpp" in str(explain(twin))
+
+
+def test_the_importance_of_int8_weights_is_refused() -> None:
+    model = tiny_model("llama", layers=1)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(OptionError, match="no matrix of floating numbers"):
+        importance(model, [prompt(1, 30)[0]], progress=False)

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from kvpass.calibration.seen import Stored
+from kvpass.errors import OptionError
 
 if TYPE_CHECKING:
     from kvpass.calibration.observe import Made
@@ -51,8 +52,11 @@ def projections(model: Any, stored: Sequence[Made]) -> list[Projection]:
     Args:
         model: whose graphs have stored keys and values with what autograd knows of them.
         stored: see `kvpass.calibration.observe`.
+
+    Raises:
+        OptionError: if keys or values are made with none, as with quantized weights.
     """
-    found = []
+    found: list[Projection] = []
     for x in stored:
         if not {"keys", "values"} & set(x.kinds):
             continue
@@ -64,10 +68,16 @@ def projections(model: Any, stored: Sequence[Made]) -> list[Projection]:
         gradients = torch.autograd.grad(
             (x.made * random).sum(), weights, allow_unused=True, retain_graph=True
         )
+        before = len(found)
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None and (used := gradient != 0).any():
                 rows, columns = (used.any(d).nonzero().flatten() for d in (1, 0))
                 found.append(Projection(x.layer, kind, weight, rows, columns))
+        if len(found) == before:
+            raise OptionError(
+                f"The {kind} of layer '{x.layer}' are made with no matrix of floating numbers; "
+                "importance needs one, sensitivities do not."
+            )
     return found
 
 
