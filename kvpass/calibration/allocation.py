@@ -65,6 +65,11 @@ def allocate(
         OptionError: if there is not exactly one limit, its value is not allowed, or no choice
             keeps it.
     """
+    if not isinstance(scores, Scores):
+        raise OptionError(
+            f"scores of type {type(scores).__name__} are not supported; allowed: what kvpass.score "
+            "returns."
+        )
     cost, bits = _totals(scores)
     elements = sum(t.heads * t.dim for t in scores.tensors.values())
     if max_perplexity_increase is not None and (budget_bits, max_bytes) == (None, None):

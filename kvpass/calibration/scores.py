@@ -85,8 +85,11 @@ def score(
     """
     if by not in get_args(By):
         raise OptionError(unknown("score", by, get_args(By)))
-    if not candidates:
-        raise OptionError("candidates are empty; allowed: at least one plan.")
+    if not candidates or not all(isinstance(plan, Plan) for plan in candidates):
+        raise OptionError(
+            f"candidates={candidates!r} are not supported; allowed: at least one kvpass.Plan, e.g. "
+            "kvpass.recipe('kivi-2bit').plan(model.config)."
+        )
     if is_compiled(model):
         raise OptionError("The model is compiled already; use it before model.compile().")
     run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
@@ -96,6 +99,9 @@ def score(
 def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
     """As `score`, of a run."""
     shapes = _shapes(run)
+    for layer in dict.fromkeys(layer for layer, _ in shapes):
+        for plan in candidates:
+            plan.layer_plan(layer, *(shapes[layer, kind][1] for kind in STORED))
     if by == "loss":
         costs = _losses(run, candidates, shapes)
     elif by == "sensitivity":

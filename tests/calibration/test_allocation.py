@@ -13,7 +13,7 @@ import kvpass
 from kvpass import LayerPlan, Plan, Scores, TensorPlan
 from kvpass.calibration.allocation import allocate
 from kvpass.calibration.scores import TensorScore
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, PlanError
 from tests.models import prompt, tiny_model
 
 WINDOW = "/window=0,flush=1"
@@ -114,5 +114,11 @@ def test_arguments_of_score():
     texts = [prompt(1, 40)[0]]
     with pytest.raises(OptionError, match="Unknown score 'size'"):
         kvpass.score(model, [kvpass.recipe("fp").plan(model.config)], texts, by="size")
-    with pytest.raises(OptionError, match="candidates are empty"):
-        kvpass.score(model, [], texts)
+    for none in ([], ["kivi-2bit"]):
+        with pytest.raises(OptionError, match=r"allowed: at least one kvpass\.Plan"):
+            kvpass.score(model, none, texts)
+    with pytest.raises(OptionError, match="scores of type dict are not supported"):
+        allocate({}, budget_bits=3)
+    tensor = TensorPlan.parse("int2.token24/window=0,flush=1")
+    with pytest.raises(PlanError, match=r"cannot be stored as int2\.token24"):
+        kvpass.score(model, [Plan(LayerPlan(tensor, tensor))], texts, progress=False)
