@@ -11,7 +11,17 @@ from torch import Tensor
 from kvpass._torch import is_compiled
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import STORED, Kind, Pass, Replace, Seen, SeenGradient, Stored
+from kvpass.calibration.seen import (
+    STORED,
+    Kind,
+    Pass,
+    Replace,
+    Seen,
+    SeenGradient,
+    Stored,
+    layer_dims,
+    layer_shapes,
+)
 from kvpass.calibration.sensitivity import rounded
 from kvpass.errors import OptionError, unknown
 from kvpass.plan import Plan
@@ -98,10 +108,10 @@ def score(
 
 def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
     """As `score`, of a run."""
-    shapes = _shapes(run)
-    for layer in dict.fromkeys(layer for layer, _ in shapes):
+    shapes = layer_shapes(run)
+    for layer, dims in layer_dims(shapes).items():
         for plan in candidates:
-            plan.layer_plan(layer, *(shapes[layer, kind][1] for kind in STORED))
+            plan.layer_plan(layer, *dims)
     if by == "loss":
         costs = _losses(run, candidates, shapes)
     elif by == "sensitivity":
@@ -117,17 +127,6 @@ def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
         bits = tuple(codec.bits_per_element(dim, heads) for codec in codecs)
         tensors[layer, kind] = TensorScore(heads, dim, tuple(costs[layer, kind]), bits)
     return Scores(by, tuple(candidates), tensors)
-
-
-def _shapes(run: Pass) -> dict[Name, tuple[int, int]]:
-    found: dict[Name, tuple[int, int]] = {}
-
-    def look(seen: Seen) -> None:
-        found[seen.layer, "keys"] = (seen.keys.shape[1], seen.keys.shape[3])
-        found[seen.layer, "values"] = (seen.values.shape[1], seen.values.shape[3])
-
-    run(look, "layers")
-    return found
 
 
 def _weighted(run: Pass, candidates: Sequence[Plan]) -> Costs:

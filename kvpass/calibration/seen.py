@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -138,3 +138,23 @@ class Pass(Protocol):
 
     def loss(self, replace: Replace | None, name: str) -> float:
         """Nats per token, with keys and values replaced."""
+
+
+def layer_shapes(run: Pass) -> dict[tuple[str, Stored], tuple[int, int]]:
+    """KV heads, and channels of each, of the keys and the values of every layer."""
+    found: dict[tuple[str, Stored], tuple[int, int]] = {}
+
+    def look(seen: Seen) -> None:
+        found[seen.layer, "keys"] = (seen.keys.shape[1], seen.keys.shape[3])
+        found[seen.layer, "values"] = (seen.values.shape[1], seen.values.shape[3])
+
+    run(look, "layers")
+    return found
+
+
+def layer_dims(
+    shapes: Mapping[tuple[str, Stored], tuple[int, int]],
+) -> dict[str, tuple[int, int]]:
+    """Channels of a head of keys, and of values, of every layer."""
+    layers = dict.fromkeys(layer for layer, _ in shapes)
+    return {x: (shapes[x, "keys"][1], shapes[x, "values"][1]) for x in layers}

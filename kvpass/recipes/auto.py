@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpass.calibration.seen import Pass, Seen
+from kvpass.calibration.seen import Pass, layer_dims, layer_shapes
 from kvpass.errors import OptionError, PlanError
-from kvpass.plan import LayerPlan, Plan
-from kvpass.recipes.base import Recipe
+from kvpass.plan import Plan
+from kvpass.recipes.base import CalibratedRecipe, Recipe
 from kvpass.recipes.kivi import Kivi
 from kvpass.recipes.kvquant import Kvquant
 from kvpass.recipes.skvq import Skvq
 
 
 @dataclass(frozen=True)
-class Auto(Recipe):
+class Auto(CalibratedRecipe):
     """Mixes KIVI's, SKVQ's and KVQuant's ways to store keys and values, those with the least
     predicted cost (by sensitivity) that keep the budget.
 
@@ -46,32 +46,13 @@ class Auto(Recipe):
         """``auto``."""
         return "auto"
 
-    @property
-    def calibrated(self) -> bool:
-        """Costs come from texts."""
-        return True
-
-    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """Raises:
-        PlanError: there is none without calibration.
-        """
-        raise PlanError(
-            "Recipe 'auto' is calibrated: use the plan that kvpass.calibrate(model, 'auto', texts) "
-            "makes."
-        )
-
     def fit(self, run: Pass, seed: int) -> Plan:
         """Fits every candidate, scores all of them in one pass, and allocates."""
         # They come with solvers that only this recipe needs.
         from kvpass.calibration.allocation import allocate
         from kvpass.calibration.scores import score_run
 
-        dims: dict[str, tuple[int, int]] = {}
-
-        def look(seen: Seen) -> None:
-            dims[seen.layer] = (seen.keys.shape[3], seen.values.shape[3])
-
-        run(look, "layers")
+        dims = layer_dims(layer_shapes(run))
         candidates: list[Plan] = []
         for recipe in self.candidates(min(min(pair) for pair in dims.values())):
             try:

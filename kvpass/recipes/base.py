@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpass.cache.residency import TensorPlan
 from kvpass.calibration.seen import Pass
+from kvpass.errors import PlanError
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -75,6 +76,24 @@ class Recipe(ABC):
             return Plan(layers=layers, recipe=self.name)
         dim = _head_dim(text)
         return Plan(self.layer_plan("*", dim, dim), recipe=self.name)
+
+
+class CalibratedRecipe(Recipe):
+    """A recipe that has no plan without texts, whatever its fields."""
+
+    @property
+    def calibrated(self) -> bool:
+        """True."""
+        return True
+
+    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
+        """Raises:
+        PlanError: there is none without calibration.
+        """
+        raise PlanError(
+            f"Recipe '{self.name}' is calibrated: use the plan that kvpass.calibrate(model, "
+            f"'{self.name}', texts) makes."
+        )
 
 
 def _head_dim(config: Any) -> int:

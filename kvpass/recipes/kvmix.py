@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass, replace
 
 from kvpass.cache.codec import Codec
-from kvpass.calibration.seen import STORED, Pass, Seen, Stored
-from kvpass.errors import OptionError, PlanError
+from kvpass.calibration.seen import STORED, Pass, Stored, layer_dims, layer_shapes
+from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan
-from kvpass.recipes.base import Recipe
+from kvpass.recipes.base import CalibratedRecipe
 from kvpass.recipes.kivi import Kivi
 
 _BITS = (1, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
-class Kvmix(Recipe):
+class Kvmix(CalibratedRecipe):
     """Keys per channel and values per token, as KIVI has them; bits by layer, of both apart.
 
     The layers with the largest gradients of ``W_k`` get more bits for their keys, those with the
@@ -60,31 +60,12 @@ class Kvmix(Recipe):
         return "kvmix"
 
     @property
-    def calibrated(self) -> bool:
-        """Importance comes from texts."""
-        return True
-
-    @property
     def _base(self) -> Kivi:
         return Kivi(4, self.group, self.residual)
 
-    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """Raises:
-        PlanError: there is none without calibration.
-        """
-        raise PlanError(
-            f"Recipe '{self.name}' is calibrated: use the plan that kvpass.calibrate(model, "
-            f"'{self.name}', texts) makes."
-        )
-
     def fit(self, run: Pass, seed: int) -> Plan:
         """The top ``share`` of the layers, rounded down, of keys and of values."""
-        dims: dict[str, tuple[int, int]] = {}
-
-        def look(seen: Seen) -> None:
-            dims[seen.layer] = (seen.keys.shape[3], seen.values.shape[3])
-
-        run(look, "layers")
+        dims = layer_dims(layer_shapes(run))
         importance = run.importance("importance")
         best = {kind: self._best(importance, kind, list(dims)) for kind in STORED}
         layers = {}

@@ -14,15 +14,15 @@ from kvpass.cache.residency import Residency, TensorPlan
 from kvpass.calibration.levels import Levels
 from kvpass.calibration.seen import Pass, Seen, SeenGradient
 from kvpass.calibration.thresholds import Thresholds
-from kvpass.errors import OptionError, PlanError
+from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan
-from kvpass.recipes.base import Recipe
+from kvpass.recipes.base import CalibratedRecipe
 
 _BITS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Kvquant(Recipe):
+class Kvquant(CalibratedRecipe):
     """Keys per channel, with calibrated ranges; values per token, all heads together.
 
     Attributes:
@@ -71,22 +71,8 @@ class Kvquant(Recipe):
         return f"kvquant-{kind}{self.bits}{outliers}"
 
     @property
-    def calibrated(self) -> bool:
-        """Ranges and levels come from texts."""
-        return True
-
-    @property
     def _residency(self) -> Residency:
         return Residency(self.window, 1, self.sinks)
-
-    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """Raises:
-        PlanError: there is none without calibration.
-        """
-        raise PlanError(
-            f"Recipe '{self.name}' is calibrated: use the plan that kvpass.calibrate(model, "
-            f"'{self.name}', texts) makes."
-        )
 
     def fit(self, run: Pass, seed: int) -> Plan:
         """Ranges of keys, then levels of keys and values from the gradients."""
