@@ -25,7 +25,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "kivi-4bit": lambda: Kivi(bits=4),
     "kivi-2bit": lambda: Kivi(bits=2),
     "kvmix": Kvmix,
-    "kvmix-k2.19v2.38": Kvmix,
+    "kvmix-k2.19v2.38": lambda: Kvmix(share=0.2),
     "kvmix-k2.28v2.56": lambda: Kvmix(share=0.3),
     **{f"kvquant-nuq{n}": partial(Kvquant, bits=n) for n in (4, 3, 2)},
     **{f"kvquant-nuq{n}-1%": partial(Kvquant, bits=n, outliers=0.01) for n in (4, 3, 2)},

@@ -34,7 +34,7 @@ class Kvmix(CalibratedRecipe):
     value_bits: int = 2
     more_key_bits: int = 3
     more_value_bits: int = 4
-    share: float = 0.2
+    share: float = 0.25
     group: int | None = None
     residual: int = 128
 

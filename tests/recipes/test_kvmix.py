@@ -38,7 +38,7 @@ def test_the_share_is_rounded_down(layers: int, more: int) -> None:
 
 def test_names() -> None:
     """Means over 32 layers, as in the paper: 6 of them, and 9."""
-    assert recipe("kvmix").name == "kvmix-k2.19v2.38"
+    assert recipe("kvmix", share=0.2).name == "kvmix-k2.19v2.38"
     assert recipe("kvmix", share=0.3).name == "kvmix-k2.28v2.56"
     assert recipe("kvmix", share=0.5).name == "kvmix"
 
