@@ -72,14 +72,14 @@ def state_of(plan: str, x: torch.Tensor, rows: torch.Tensor, steps: int) -> list
 
 
 def states_of(
-    plans: tuple[str, str], tokens: int, dtype: torch.dtype, batch: int
+    plans: tuple[str, str], tokens: int, dtype: torch.dtype, batch: int, dim: int = 64
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     rope = TensorPlan.parse(plans[0]).rope
     generator = torch.Generator().manual_seed(7)
     half = rope.channels // 2 if rope else 1
     angles = 100 * torch.rand(batch, tokens, half, generator=generator)
     rows = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
-    keys, values = (keys_like(2, 2, tokens, 64, dtype, seed) for seed in (0, 1))
+    keys, values = (keys_like(2, 2, tokens, dim, dtype, seed) for seed in (0, 1))
     steps = min(tokens - 1, 9)
     found = (state_of(p, x, rows, steps) for p, x in zip(plans, (keys, values), strict=True))
     return next(found), next(found)

@@ -43,6 +43,19 @@ def test_attention(name):
         check(TAKEN[name], keys, values, query(2, 4, 1, 64, dtype))
 
 
+@pytest.mark.parametrize(("bits", "dim"), [(2, 80), (3, 96)])
+def test_lanes_that_hold_no_channel(bits, dim):
+    plans = (
+        nuq(bits, "channel0", 4, rest=f"/rope=halves0-{dim}"),
+        nuq(bits, f"token{2 * dim}", 4),
+    )
+    keys, values = states_of(plans, 50, torch.float32, 2, dim)
+    check(plans, keys, values, query(2, 4, 1, dim, torch.float32))
+    for plan, state in ((plans[0], keys), (plans[1], values)):
+        got, expected = (op(state, 50, plan, torch.float32) for op in (unpack.unpack, ops.unpack))
+        assert relative_error(got, expected) <= FP32_TOLERANCE
+
+
 def test_attention_in_bf16_with_rows_of_all_sequences():
     keys, values = states_of(TAKEN["nuq3-1%"], 90, torch.bfloat16, 1)
     assert keys[-2].shape[0] == 1
