@@ -8,7 +8,6 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from kvpass._torch import is_compiled
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.observe import Watched
 from kvpass.errors import OptionError
@@ -70,8 +69,6 @@ def calibrate(
         raise OptionError(f"Recipe '{chosen.name}' as given needs no calibration; use it as it is.")
     if type(seed) is not int or seed < 0:
         raise OptionError(f"seed={seed!r} is not supported; allowed: a whole number, at least 0.")
-    if is_compiled(model):
-        raise OptionError("The model is compiled already; calibrate it before model.compile().")
     batches = token_batches(data, tokenizer, samples, length, batch)
     plan = chosen.fit(Watched(model, batches, progress), seed)
     versions = {name: _version(name) for name in _LIBRARIES}

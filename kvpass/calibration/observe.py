@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from tqdm.auto import tqdm
 
-from kvpass._torch import many_graphs
+from kvpass._torch import is_compiled, many_graphs
 from kvpass.calibration.importance import (
     gradient_norms,
     matrices,
@@ -31,7 +31,7 @@ from kvpass.calibration.seen import (
     SeenGradient,
     Stored,
 )
-from kvpass.errors import UnmatchedGraphError
+from kvpass.errors import OptionError, UnmatchedGraphError
 from kvpass.graph.forms import AttentionSite
 from kvpass.graph.pattern import Miss
 from kvpass.graph.sites import Sites, find_sites
@@ -69,6 +69,11 @@ class Watched:
     """
 
     def __init__(self, model: Any, batches: Sequence[Tensor], progress: bool) -> None:
+        """Raises:
+        OptionError: if the model is compiled.
+        """
+        if is_compiled(model):
+            raise OptionError("The model is compiled already; use it before model.compile().")
         self._model = model
         self._compiled: Any = torch.compile(model, backend=_watched)
         self._batches = batches

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from kvpass._torch import is_compiled
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.observe import Watched
 from kvpass.calibration.seen import (
@@ -100,8 +99,6 @@ def score(
             f"candidates={candidates!r} are not supported; allowed: at least one kvpass.Plan, e.g. "
             "kvpass.recipe('kivi-2bit').plan(model.config)."
         )
-    if is_compiled(model):
-        raise OptionError("The model is compiled already; use it before model.compile().")
     run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
     return score_run(run, candidates, by)
 

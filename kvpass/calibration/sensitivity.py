@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpass._torch import is_compiled
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.observe import Watched
 from kvpass.calibration.seen import SeenGradient, Stored
-from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -52,8 +50,6 @@ def sensitivities(
         PlanError: if the plan does not fit the model.
         UnmatchedGraphError: if no attention is found in the model.
     """
-    if is_compiled(model):
-        raise OptionError("The model is compiled already; use it before model.compile().")
     run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
     tokens, found = run.tokens(), dict[str, LayerScore]()
 
@@ -98,8 +94,6 @@ def importance(
         OptionError: if an argument is not allowed.
         UnmatchedGraphError: if no attention is found in the model.
     """
-    if is_compiled(model):
-        raise OptionError("The model is compiled already; use it before model.compile().")
     run = Watched(model, token_batches(data, tokenizer, samples, length, 1), progress)
     found: dict[str, LayerScore] = {}
     for (layer, kind), norm in run.importance("importance").items():
