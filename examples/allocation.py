@@ -1,6 +1,6 @@
 """Bits by layer: recipes of one method, KVmix, and the mixtures that budgets allow.
 
-    python -m examples.allocation                  # about 15 minutes on 2 cores
+    python -m examples.allocation                  # about 7 minutes on 2 cores
 
 Calibrates and measures as `examples.skvq_ablation` does.
 """
