@@ -102,11 +102,8 @@ def allocate(
         plan=_joined(scores, best),
         bits=sum(bits[c] for c in best) / elements,
         cost=sum(cost[c] for c in best),
-        chosen={
-            name: at for c in best
-            for name, at in (((c.layer, STORED[0]), c.keys), ((c.layer, STORED[1]), c.values))
-        },
-    )  # fmt: skip
+        chosen={(c.layer, kind): getattr(c, kind) for c in best for kind in STORED},
+    )
 
 
 def _positive(name: str, value: float | None) -> float:

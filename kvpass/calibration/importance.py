@@ -37,8 +37,8 @@ class Projection:
     rows: Tensor
     columns: Tensor
 
-    def norm(self, gradient: Tensor) -> float:
-        """Of this part of the weight's gradient, squared."""
+    def squared_norm(self, gradient: Tensor) -> float:
+        """Of this part of the weight's gradient."""
         part = gradient.detach().index_select(0, self.rows).index_select(1, self.columns)
         return float(part.float().square().sum())
 
@@ -111,7 +111,7 @@ def gradient_norms(
         assert weight.grad is not None
         for part in parts:
             if part.weight is weight:
-                squares[part.layer, part.kind] += part.norm(weight.grad)
+                squares[part.layer, part.kind] += part.squared_norm(weight.grad)
         weight.grad = None
 
     weights = {id(p.weight): p.weight for p in parts}.values()

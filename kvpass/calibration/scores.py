@@ -16,12 +16,11 @@ from kvpass.calibration.seen import (
     Pass,
     Replace,
     Seen,
-    SeenGradient,
     Stored,
     layer_dims,
     layer_shapes,
 )
-from kvpass.calibration.sensitivity import rounded
+from kvpass.calibration.sensitivity import rounded, weighted_errors
 from kvpass.errors import OptionError, unknown
 from kvpass.plan import Plan
 
@@ -112,7 +111,7 @@ def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
     if by == "loss":
         costs = _losses(run, candidates, shapes)
     elif by == "sensitivity":
-        costs = _weighted(run, candidates)
+        costs = weighted_errors(run, candidates)
     else:
         costs = _relative(run, candidates)
         importance = run.importance("importance")
@@ -124,24 +123,6 @@ def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
         bits = tuple(codec.bits_per_element(dim, heads) for codec in codecs)
         tensors[layer, kind] = TensorScore(heads, dim, tuple(costs[layer, kind]), bits)
     return Scores(by, tuple(candidates), tensors)
-
-
-def _weighted(run: Pass, candidates: Sequence[Plan]) -> Costs:
-    """Sums of squared errors times squared gradients, means over tokens."""
-    found: Costs = {}
-    tokens = run.tokens()
-
-    def look(seen: SeenGradient) -> None:
-        for i, plan in enumerate(candidates):
-            layer = plan.layer(seen.layer)
-            if seen.kind != ("keys" if layer.before_rope else "before_rope"):
-                kind: Stored = "values" if seen.kind == "values" else "keys"
-                errors = (seen.x.float() - rounded(layer, kind, seen.x)) * seen.gradient.float()
-                costs = found.setdefault((seen.layer, kind), [0.0] * len(candidates))
-                costs[i] += float(errors.square().sum()) / tokens
-
-    run.gradients(look, "sensitivities")
-    return found
 
 
 def _relative(run: Pass, candidates: Sequence[Plan]) -> Costs:

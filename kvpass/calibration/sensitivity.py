@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import SeenGradient, Stored
+from kvpass.calibration.seen import Pass, SeenGradient, Stored
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -51,20 +51,26 @@ def sensitivities(
         UnmatchedGraphError: if no attention is found in the model.
     """
     run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
-    tokens, found = run.tokens(), dict[str, LayerScore]()
+    found: dict[str, LayerScore] = {}
+    for (layer, kind), (cost,) in weighted_errors(run, [plan]).items():
+        setattr(found.setdefault(layer, LayerScore()), kind, cost)
+    return found
+
+
+def weighted_errors(run: Pass, plans: Sequence[Plan]) -> dict[tuple[str, Stored], list[float]]:
+    """For each plan, of the keys and the values of every layer: sums of squared errors times
+    squared gradients, means over tokens."""
+    found: dict[tuple[str, Stored], list[float]] = {}
+    tokens = run.tokens()
 
     def look(seen: SeenGradient) -> None:
-        layer = plan.layer(seen.layer)
-        if seen.kind == ("keys" if layer.before_rope else "before_rope"):
-            return
-        kind: Stored = "values" if seen.kind == "values" else "keys"
-        errors = seen.x.float() - rounded(layer, kind, seen.x)
-        score = float((errors * seen.gradient.float()).square().sum()) / tokens
-        known = found.setdefault(seen.layer, LayerScore())
-        if seen.kind == "values":
-            known.values += score
-        else:
-            known.keys += score
+        for i, plan in enumerate(plans):
+            layer = plan.layer(seen.layer)
+            if seen.kind != ("keys" if layer.before_rope else "before_rope"):
+                kind: Stored = "values" if seen.kind == "values" else "keys"
+                errors = (seen.x.float() - rounded(layer, kind, seen.x)) * seen.gradient.float()
+                costs = found.setdefault((seen.layer, kind), [0.0] * len(plans))
+                costs[i] += float(errors.square().sum()) / tokens
 
     run.gradients(look, "sensitivities")
     return found
