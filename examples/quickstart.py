@@ -113,6 +113,13 @@ def held_out_ids(tokenizer: Any, length: int, count: int) -> list[torch.Tensor]:
     return texts
 
 
+def held_out_pieces(tokenizer: Any, length: int) -> list[torch.Tensor]:
+    """All pieces of ``length`` tokens that the held-out files give, one behind the other."""
+    files = (tokenizer(text, add_special_tokens=False) for text in read_texts(held_out_files()))
+    pieces = (torch.tensor(file["input_ids"]).split(length) for file in files)
+    return [piece for file in pieces for piece in file if piece.numel() == length]
+
+
 def recall_prompt(tokenizer: Any, length: int, questions: int, seed: int = 0) -> RecallPrompt:
     """A document of ``length`` tokens to remember, and ``questions`` questions about it."""
     document = recall_document(random.Random(seed), tokenizer, length, n_queries=questions)

@@ -110,13 +110,14 @@ class Bench:
         cache = None if plan is None else new_cache
         return Row(
             name,
-            16.0 if plan is None else _bits(plan, self.model.config),
+            16.0 if plan is None else bits_of(plan, self.model.config),
             perplexity(self.model, self.texts, PROMPT, cache),
             recall_accuracy(self.model, self.recall, cache),
         )
 
 
-def _bits(plan: kvpass.Plan, config: Any) -> float:
+def bits_of(plan: kvpass.Plan, config: Any) -> float:
+    """Bits per element of packed tokens, a mean over the layers' keys and values."""
     layers = [plan.layer_at(i) for i in range(config.num_hidden_layers)]
     codecs = [tensor.codec for layer in layers for tensor in (layer.keys, layer.values)]
     shape = (config.head_dim, config.num_key_value_heads)

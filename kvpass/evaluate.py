@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,6 +36,21 @@ class RecallPrompt:
     queries: tuple[tuple[Tensor, Tensor], ...]
 
 
+@dataclass(frozen=True)
+class Quality:
+    """What a cache does to a model's predictions.
+
+    Attributes:
+        perplexity: ``exp`` of the mean negative log-likelihood in nats per token.
+        divergence: Kullback-Leibler divergence of the predictions from those without packing, mean
+            in nats per token. It tells small losses apart for which the perplexity of as many
+            tokens is too noisy.
+    """
+
+    perplexity: float
+    divergence: float
+
+
 @torch.no_grad()
 def perplexity(
     model: Any,
@@ -42,6 +58,7 @@ def perplexity(
     prompt: int,
     new_cache: NewCache | None = None,
     progress: bool = False,
+    batch: int = 1,
 ) -> float:
     """Perplexity of what follows the first ``prompt`` tokens of each text, read through the cache.
 
@@ -51,6 +68,7 @@ def perplexity(
         prompt: tokens that are prefilled and not scored.
         new_cache: makes the cache to pass, e.g. an oracle; None: the model makes its own.
         progress: show a bar.
+        batch: texts read at a time, if they are of one length.
 
     Returns:
         ``exp`` of the mean negative log-likelihood in nats per token.
@@ -58,20 +76,43 @@ def perplexity(
     Raises:
         OptionError: if a text has nothing to score.
     """
-    for text in texts:
-        if not 0 < prompt < text.numel():
-            raise OptionError(
-                f"prompt={prompt} is not supported for a text of {text.numel()} tokens; "
-                f"allowed: 1 to {text.numel() - 1}."
-            )
     total, count = 0.0, 0
-    for text in _bar(texts, "perplexity", progress):
-        logits, cache = _prefill(model, text[:prompt], new_cache)
-        for token in text[prompt:]:
-            total -= float(logits.float().log_softmax(-1)[token])
-            count += 1
-            logits = _step(model, token, cache)
+    for ids in _bar(_batches(texts, prompt, batch), "perplexity", progress):
+        for position, found in _predictions(model, ids, prompt, new_cache):
+            total += _surprise(found, ids[:, position])
+            count += len(ids)
     return math.exp(total / count)
+
+
+@torch.no_grad()
+def quality(
+    model: Any,
+    texts: Sequence[Tensor],
+    prompt: int,
+    new_cache: NewCache | None = None,
+    reference: Any = None,
+    progress: bool = False,
+    batch: int = 1,
+) -> Quality:
+    """Perplexity, and divergence from a reference that reads the same tokens beside it.
+
+    Args:
+        model, texts, prompt, new_cache, progress, batch: see `perplexity`.
+        reference: the model without packing; None: ``model`` itself with a cache of its own making,
+            which is the same if it is not compiled.
+
+    Raises:
+        OptionError: if a text has nothing to score.
+    """
+    total, apart, count = 0.0, 0.0, 0
+    for ids in _bar(_batches(texts, prompt, batch), "quality", progress):
+        plain = _predictions(model if reference is None else reference, ids, prompt, None)
+        packed = _predictions(model, ids, prompt, new_cache)
+        for (position, expected), (_, found) in zip(plain, packed, strict=True):
+            total += _surprise(found, ids[:, position])
+            apart += float((expected.exp() * (expected - found)).sum())
+            count += len(ids)
+    return Quality(math.exp(total / count), apart / count)
 
 
 @torch.no_grad()
@@ -90,7 +131,7 @@ def recall_accuracy(
     """
     right, count = 0, 0
     for prompt in _bar(prompts, "recall", progress):
-        _, cache = _prefill(model, prompt.document, new_cache)
+        _, cache = _prefill(model, prompt.document[None], new_cache)
         for question, answer in prompt.queries:
             right += _answers(model, copy.deepcopy(cache), question, answer)
             count += 1
@@ -112,27 +153,62 @@ def cache_bytes(cache: Any) -> tuple[int, float]:
     return held_bytes(tensors), stored_bits(tensors)
 
 
+def _batches(texts: Sequence[Tensor], prompt: int, batch: int) -> list[Tensor]:
+    """Token ids ``[B, T]``; as many texts at a time as are of one length.
+
+    Raises:
+        OptionError: if a text has nothing to score.
+    """
+    for text in texts:
+        if not 0 < prompt < text.numel():
+            raise OptionError(
+                f"prompt={prompt} is not supported for a text of {text.numel()} tokens; "
+                f"allowed: 1 to {text.numel() - 1}."
+            )
+    if batch < 1:
+        raise OptionError(f"batch={batch} is not supported; allowed: at least 1.")
+    same = (torch.stack(list(run)) for _, run in groupby(texts, torch.numel))
+    return [ids for run in same for ids in run.split(batch)]
+
+
+def _predictions(
+    model: Any, ids: Tensor, prompt: int, new_cache: NewCache | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Of every position ``prompt ... T - 1`` the log-probabilities ``[B, V]`` that the tokens
+    ``[B, T]`` before it predict."""
+    logits, cache = _prefill(model, ids[:, :prompt], new_cache)
+    for position in range(prompt, ids.shape[1]):
+        if position > prompt:
+            logits = _step(model, ids[:, position - 1 : position], cache)
+        yield position, logits.float().log_softmax(-1)
+
+
+def _surprise(predicted: Tensor, tokens: Tensor) -> float:
+    """Sum of negative log-likelihoods of tokens ``[B]``."""
+    return -float(predicted.gather(1, tokens[:, None].to(predicted.device)).sum())
+
+
 def _prefill(model: Any, ids: Tensor, new_cache: NewCache | None) -> tuple[Tensor, Any]:
-    """Logits ``[V]`` after the last token, and the cache."""
+    """Logits ``[B, V]`` after the last token of ``[B, T]``, and the cache."""
     cache = new_cache() if new_cache is not None else None
-    out = model(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits[0, -1], out.past_key_values
+    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[:, -1], out.past_key_values
 
 
-def _step(model: Any, token: Tensor, cache: Any) -> Tensor:
-    out = model(input_ids=token.view(1, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits: Tensor = out.logits[0, -1]
+def _step(model: Any, tokens: Tensor, cache: Any) -> Tensor:
+    out = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: Tensor = out.logits[:, -1]
     return logits
 
 
 def _answers(model: Any, cache: Any, question: Tensor, answer: Tensor) -> bool:
     """Whether the greedy continuation of ``question`` is ``answer``."""
     for token in question:
-        logits = _step(model, token, cache)
+        logits = _step(model, token.view(1, 1), cache)
     for token in answer[:-1]:
         if int(logits.argmax()) != int(token):
             return False
-        logits = _step(model, token, cache)
+        logits = _step(model, token.view(1, 1), cache)
     return int(logits.argmax()) == int(answer[-1])
 
 

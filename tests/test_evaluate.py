@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import kl_div
 
 from kvpass import recipe
 from kvpass.errors import OptionError
@@ -14,6 +16,7 @@ from kvpass.evaluate import (
     cache_bytes,
     first_difference,
     perplexity,
+    quality,
     recall_accuracy,
 )
 from tests.harness import compiled, oracle, run_steps
@@ -37,6 +40,38 @@ def test_perplexity_through_packed_cache_is_the_oracles() -> None:
     wanted = perplexity(model, texts, 40, new_cache=lambda: oracle(model, KIVI))
     assert perplexity(compiled(model, KIVI), texts, 40) == pytest.approx(wanted, rel=1e-5)
     assert perplexity(model, texts, 40) != pytest.approx(wanted, rel=1e-5)
+
+
+def test_texts_of_one_length_can_be_read_together() -> None:
+    model = tiny_model("llama")
+    texts = [prompt(1, length, seed)[0] for seed, length in enumerate((60, 60, 60, 50))]
+    wanted = perplexity(model, texts, 40, new_cache=lambda: oracle(model, KIVI))
+    found = perplexity(model, texts, 40, new_cache=lambda: oracle(model, KIVI), batch=2)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    with pytest.raises(OptionError, match="batch=0 is not supported"):
+        perplexity(model, texts, 40, batch=0)
+
+
+def test_divergence_is_from_the_predictions_of_the_plain_model() -> None:
+    model = tiny_model("llama")
+    texts = [prompt(1, 60, seed)[0] for seed in (1, 2)]
+    assert quality(model, texts, 40).divergence == 0
+    found = quality(compiled(model, KIVI), texts, 40, reference=model)
+    assert found.perplexity == pytest.approx(
+        perplexity(model, texts, 40, new_cache=lambda: oracle(model, KIVI)), rel=1e-5
+    )
+    wanted = _divergence(model, texts[0], 40)
+    alone = quality(model, texts[:1], 40, new_cache=lambda: oracle(model, KIVI))
+    assert alone.divergence == pytest.approx(wanted, rel=1e-3)
+    assert alone.divergence > 1e-6
+
+
+def _divergence(model: Any, ids: torch.Tensor, prompted: int) -> float:
+    """By `torch.nn.functional.kl_div`, of the logits of all steps."""
+    steps = [prompted] + [1] * (ids.numel() - prompted - 1)
+    runs = (run_steps(model, ids[None], steps, cache=c) for c in (None, oracle(model, KIVI)))
+    plain, packed = (x[0, prompted - 1 :].double().log_softmax(-1) for x, _ in runs)
+    return float(kl_div(packed, plain, reduction="batchmean", log_target=True))
 
 
 @pytest.mark.parametrize("length", [0, 60, 61])

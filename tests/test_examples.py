@@ -6,7 +6,15 @@ import pytest
 from transformers import AutoConfig
 
 import kvpass
-from examples import add_a_filter, add_a_rule, kvquant_ladder, quickstart, skvq_ablation
+from examples import (
+    add_a_filter,
+    add_a_rule,
+    allocation,
+    kvquant_ladder,
+    plot_peak_memory,
+    quickstart,
+    skvq_ablation,
+)
 from kvpass import KvpassError
 from kvpass.cache.filters import FILTERS
 from kvpass.rules import RULES
@@ -75,9 +83,30 @@ def test_the_ladder_adds_one_part_at_a_time() -> None:
     assert str(plan.default.keys) == "int2.token128/sinks=1,window=0,flush=1"
 
 
+def test_lots_have_as_many_bits() -> None:
+    config = AutoConfig.for_model("llama", num_hidden_layers=2, head_dim=64, num_key_value_heads=2)
+    two, four = (kvpass.recipe(f"kivi-{b}bit").plan(config).default for b in (2, 4))
+    mixed = kvpass.Plan(two, {"0": two, "1": kvpass.LayerPlan(four.keys, two.values)})
+    lots = list(allocation.by_lot(mixed, 8))
+    assert {skvq_ablation.bits_of(plan, config) for plan in lots} == {3.5}
+    assert {plan.layer_at(0).keys.codec.bits for plan in lots} == {2, 4}
+    assert all(plan.layer_at(i).values == two.values for plan in lots for i in range(2))
+
+
+def test_peaks_are_those_of_the_process() -> None:
+    before = plot_peak_memory.resident("VmRSS")
+    plot_peak_memory.forget_peak()
+    held = torch.ones(2**24)
+    del held
+    peak = plot_peak_memory.resident("VmHWM")
+    assert peak - before > 60 * 2**20
+    plot_peak_memory.forget_peak()
+    assert plot_peak_memory.resident("VmHWM") < peak - 50 * 2**20
+
+
 def test_bits_of_a_plan_are_a_mean_over_its_layers() -> None:
     config = AutoConfig.for_model("llama", num_hidden_layers=2, head_dim=64, num_key_value_heads=2)
     two, four = (kvpass.recipe(f"kivi-{b}bit").plan(config).default for b in (2, 4))
     plan = kvpass.Plan(two, {"0": two, "1": kvpass.LayerPlan(two.keys, four.values)})
     # Scales of groups of 32 are a bit for each element.
-    assert skvq_ablation._bits(plan, config) == 3.5
+    assert skvq_ablation.bits_of(plan, config) == 3.5

@@ -12,10 +12,11 @@ import kvpass.ops.rotary  # noqa: F401  (registers the ops)
 from kvpass.cache.rope import Rope
 from kvpass.calibration.seen import (
     STORED,
+    Exact,
     GradientObserver,
     Kind,
     Observer,
-    Replace,
+    Replacement,
     Seen,
     SeenGradient,
     Stored,
@@ -45,16 +46,16 @@ class _Random:
         known = (None, scale, None, True, 0.0, (), self.keys)
         observer(Seen("*", q, self.keys, self.values, *known))
 
-    def gradients(self, observer: GradientObserver, name: str) -> None:
+    def gradients(self, observer: GradientObserver, name: str, exact: Exact = (0, 0)) -> None:
         kinds: tuple[Kind, ...] = ("keys", "before_rope", "values")
         for kind in kinds:
             x = self.values if kind == "values" else self.keys
             observer(SeenGradient("*", kind, x, torch.randn_like(x)))
 
-    def importance(self, name: str) -> dict[tuple[str, Stored], float]:
-        return {("*", kind): 1.0 for kind in STORED}
+    def importance(self, name: str) -> dict[tuple[str, Stored], list[float]]:
+        return {("*", kind): [1.0] for kind in STORED}
 
-    def loss(self, replace: Replace | None, name: str) -> float:
+    def loss(self, replacement: Replacement | None, name: str) -> float:
         return 0.0
 
 

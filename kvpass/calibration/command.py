@@ -42,6 +42,8 @@ def add_profile(commands: Any) -> None:
     command = commands.add_parser("profile", help="the importance of layers",
                                   description=description)  # fmt: skip
     _add_inputs(command)
+    command.add_argument("--sets", type=int, default=0, metavar="N", help="also say whether N "
+                         "disjoint sets of the texts rank the layers alike")  # fmt: skip
     command.add_argument("--json", metavar="FILE", help="write the table there, too")
     command.add_argument("--plot", metavar="FILE", help="draw it; needs matplotlib")
     command.set_defaults(run=run_profile)
@@ -91,22 +93,26 @@ def run_calibrate(options: argparse.Namespace) -> int:
 def run_profile(options: argparse.Namespace) -> int:
     """``kvpass profile``."""
     from kvpass.bench.report import check_outputs, plot_bars, write_json
+    from kvpass.calibration.importance import rank_correlations
     from kvpass.calibration.seen import STORED
-    from kvpass.calibration.sensitivity import importance
+    from kvpass.calibration.sensitivity import by_layer, importance_of_texts
 
     check_outputs(options.json, options.plot)
     model, tokenizer = _load(options)
-    found = importance(
-        model,
-        _texts(options.texts),
-        tokenizer=tokenizer,
-        samples=options.samples,
-        length=options.length,
+    norms = importance_of_texts(
+        model, _texts(options.texts), tokenizer, options.samples, options.length, True
     )
+    found = by_layer(norms)
+    alike = rank_correlations(norms, options.sets) if options.sets else None
     width = max(len(layer) for layer in found)
     print(f"{'layer':{width}}{'keys':>12}{'values':>12}")
     for layer, score in found.items():
         print(f"{layer:{width}}{score.keys:>12.4g}{score.values:>12.4g}")
+    if alike is not None:
+        print(
+            f"rank correlation of {options.sets} sets of texts: keys {alike['keys']:.3f}, values "
+            f"{alike['values']:.3f}"
+        )
     if options.json:
         rows = [{"layer": layer, **asdict(score)} for layer, score in found.items()]
         write_json(options.json, "profile", {"model": options.model}, rows)

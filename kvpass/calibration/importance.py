@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,15 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from kvpass.calibration.seen import Stored
+from kvpass.calibration.seen import STORED, Stored
 from kvpass.errors import OptionError
 
 if TYPE_CHECKING:
     from kvpass.calibration.observe import Made
+
+
+# Of the keys, or values, of each layer, for every text.
+Norms = dict[tuple[str, Stored], list[float]]
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,9 @@ def matrices(module: Any) -> list[Parameter]:
     return [p for p in module.parameters() if p.dim() == 2 and p.is_floating_point()]
 
 
-def gradient_norms(
-    model: Any, parts: Sequence[Projection], texts: Iterable[Tensor]
-) -> dict[tuple[str, Stored], float]:
-    """The L2 norm of the loss's gradient with respect to ``W_k``, or ``W_v``, of every layer, mean
-    over texts (KVmix, section 3.1).
+def gradient_norms(model: Any, parts: Sequence[Projection], texts: Iterable[Tensor]) -> Norms:
+    """The L2 norm of the loss's gradient with respect to ``W_k``, or ``W_v``, of every layer, for
+    each text (KVmix, section 3.1).
 
     One forward and one backward pass for each text gives all layers. Gradients of these weights
     only are computed, and each is dropped as soon as its norm is known; activations are computed
@@ -104,8 +107,8 @@ def gradient_norms(
     Returns:
         By layer and kind.
     """
-    sums: dict[tuple[str, Stored], float] = {(p.layer, p.kind): 0.0 for p in parts}
-    squares = dict.fromkeys(sums, 0.0)
+    norms: Norms = {(p.layer, p.kind): [] for p in parts}
+    squares = dict.fromkeys(norms, 0.0)
 
     def take(weight: Parameter) -> None:
         assert weight.grad is not None
@@ -115,7 +118,7 @@ def gradient_norms(
         weight.grad = None
 
     weights = {id(p.weight): p.weight for p in parts}.values()
-    hooks, count = [], 0
+    hooks = []
     try:
         with torch.enable_grad(), only_gradients_of(model, weights), _checkpointed(model):
             hooks = [w.register_post_accumulate_grad_hook(take) for w in weights]
@@ -124,12 +127,37 @@ def gradient_norms(
                 logits = model(input_ids=ids, use_cache=False).logits
                 (summed_loss(logits, ids) / ids[:, 1:].numel()).backward()
                 for name, square in squares.items():
-                    sums[name] += square**0.5
-                count += 1
+                    norms[name].append(square**0.5)
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: total / max(1, count) for name, total in sums.items()}
+    return norms
+
+
+def means(norms: Norms) -> dict[tuple[str, Stored], float]:
+    """Over texts."""
+    return {name: sum(found) / max(1, len(found)) for name, found in norms.items()}
+
+
+def rank_correlations(norms: Norms, sets: int) -> dict[Stored, float]:
+    """Whether other texts rank the layers alike (KVmix, appendix C): Spearman's coefficient of
+    their means over two of ``sets`` disjoint sets of texts, itself a mean over pairs of sets.
+
+    Raises:
+        OptionError: if there are fewer than two sets, or fewer texts than sets.
+    """
+    from scipy.stats import spearmanr
+
+    texts = min(len(found) for found in norms.values())
+    if not 2 <= sets <= texts:
+        raise OptionError(f"sets={sets} is not supported; allowed: 2 to {texts}, the texts.")
+    parts = [means({name: found[i::sets] for name, found in norms.items()}) for i in range(sets)]
+    result: dict[Stored, float] = {}
+    for kind in STORED:
+        ranked = [[mean for (_, k), mean in part.items() if k == kind] for part in parts]
+        pairs = [float(spearmanr(a, b).statistic) for a, b in combinations(ranked, 2)]
+        result[kind] = sum(pairs) / len(pairs)
+    return result
 
 
 def summed_loss(logits: Tensor, ids: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
 from kvpass._torch import is_compiled, many_graphs
 from kvpass.calibration.importance import (
+    Norms,
     gradient_norms,
     matrices,
     only_gradients_of,
@@ -22,14 +24,15 @@ from kvpass.calibration.importance import (
     summed_loss,
 )
 from kvpass.calibration.seen import (
+    Exact,
     GradientObserver,
     Kind,
     Observer,
-    Replace,
+    Replacement,
     Rotation,
     Seen,
     SeenGradient,
-    Stored,
+    windowed,
 )
 from kvpass.errors import OptionError, UnmatchedGraphError
 from kvpass.graph.forms import AttentionSite
@@ -45,14 +48,16 @@ _FEW_TOKENS = 8
 _observer: ContextVar[Observer] = ContextVar("observer")
 # What a forward pass has stored for the observer of gradients.
 _stored: ContextVar[list[Made] | None] = ContextVar("stored", default=None)
-# What keys and values are replaced by.
-_replace: ContextVar[Replace | None] = ContextVar("replace", default=None)
+# What keys or values are replaced by.
+_replacement: ContextVar[Replacement | None] = ContextVar("replacement", default=None)
+# How many last keys and values gradients leave out.
+_exact: ContextVar[Exact] = ContextVar("exact", default=(0, 0))
 
 
 @dataclass(frozen=True)
 class Made:
-    """Keys or values in a forward pass; ``probe`` is zero, was added to them, and gets their
-    gradient; ``made`` is ``x`` with what autograd knows of it."""
+    """Keys or values in a forward pass; ``probe`` is zero, was added to what attention reads of
+    them, and gets its gradient; ``made`` is ``x`` with what autograd knows of it."""
 
     layer: str
     kinds: tuple[Kind, ...]
@@ -101,16 +106,17 @@ class Watched:
         finally:
             _observer.reset(token)
 
-    def gradients(self, observer: GradientObserver, name: str) -> None:
+    def gradients(self, observer: GradientObserver, name: str, exact: Exact = (0, 0)) -> None:
         """See `Pass.gradients`."""
-        token = _observer.set(lambda _: None)
+        tokens = (_observer.set(lambda _: None), _exact.set(exact))
         try:
             with torch.enable_grad(), only_gradients_of(self._model, []):
                 self._run(lambda ids: self._gradients(ids, observer), name)
         finally:
-            _observer.reset(token)
+            _observer.reset(tokens[0])
+            _exact.reset(tokens[1])
 
-    def importance(self, name: str) -> dict[tuple[str, Stored], float]:
+    def importance(self, name: str) -> Norms:
         """See `Pass.importance`."""
         token = _observer.set(lambda _: None)
         try:
@@ -126,9 +132,9 @@ class Watched:
         bar = tqdm(texts, desc=name, disable=not self._progress, leave=False)
         return gradient_norms(self._model, found, bar)
 
-    def loss(self, replace: Replace | None, name: str) -> float:
+    def loss(self, replacement: Replacement | None, name: str) -> float:
         """See `Pass.loss`."""
-        tokens = (_observer.set(lambda _: None), _replace.set(replace))
+        tokens = (_observer.set(lambda _: None), _replacement.set(replacement))
         total = 0.0
 
         def step(ids: Tensor) -> None:
@@ -142,7 +148,7 @@ class Watched:
                 self._run(step, name)
         finally:
             _observer.reset(tokens[0])
-            _replace.reset(tokens[1])
+            _replacement.reset(tokens[1])
         return total / sum(ids[:, 1:].numel() for ids in self._batches)
 
     def _forward(self, ids: Tensor) -> tuple[list[Made], Tensor]:
@@ -183,76 +189,129 @@ class Watched:
 
 
 def _watched(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """The backend: beside every attention, a call of the observer."""
+    """The backend: behind every attention, a call of the observer."""
     sites = find_sites(gm.graph)
+    watcher = _Watcher(gm.graph, sites)
     for site in sites.attentions:
         if site.miss is None:
-            _watch(gm.graph, site, sites)
+            watcher.watch(site)
     gm.recompile()
     return gm.forward
 
 
-def _watch(graph: Graph, site: AttentionSite, sites: Sites) -> None:
-    # Layers that share their keys and values are one layer of the plan: the first of them.
-    layer = sites.roles[site.keys][1].path
-    new = _new(site.keys, sites)
-    halves = tuple(
-        Rotation(start, stop, "halves" if halves else "neighbours")
-        for start, stop, halves in rotations(new)
-    )
+class _Watcher:
+    """Adds to a graph what looks at its attentions, and replaces what they read."""
+
+    def __init__(self, graph: Graph, sites: Sites) -> None:
+        self.graph = graph
+        self.sites = sites
+        # Of keys and values, what is read of them instead; once, whoever shares them.
+        self.read: dict[Node, Node] = {}
+
+    def watch(self, site: AttentionSite) -> None:
+        """One attention."""
+        # Layers that share their keys and values are one layer of the plan: the first of them.
+        layer = self.sites.roles[site.keys][1].path
+        new = self._new(site.keys)
+        halves = tuple(
+            Rotation(start, stop, "halves" if halves else "neighbours")
+            for start, stop, halves in rotations(new)
+        )
+        before = _before_rope(new)
+        keys, values = (
+            self._keys(new, before, layer),
+            self._replaced(self._new(site.values), layer, "values"),
+        )
+
+        def look(out: Tensor, read: Sequence[Tensor], before: Tensor | str, *call: Any) -> Tensor:
+            q, keys, values, mask, scale, *more = call
+            sinks, _, _, softcap = more or (None, False, 0, 0.0)
+            known = (q, keys, values, mask, scale, sinks, site.causal, softcap, halves, before)
+            seen = Seen(layer, *known)
+            _observer.get()(seen)
+            return out if (found := _attended(seen, *read)) is None else found.reshape(out.shape)
+
+        shown = str(before) if isinstance(before, Miss) else before
+        with self.graph.inserting_before(site.root.next):
+            call = attention_call(self.graph, site, site.keys, site.values)
+            out = self.graph.call_function(look, (site.root, (keys, values), shown, *call.args))
+        out.meta = {**site.root.meta}
+        self.graph.erase_node(call)
+        site.root.replace_all_uses_with(out, lambda user: user is not out)
+
+    def _keys(self, new: Node, before: Node | Miss, layer: str) -> Node:
+        if before is new:
+            return self._replaced(new, layer, "keys", "before_rope")
+        if new in self.read or isinstance(before, Miss):
+            return self._replaced(new, layer, "keys")
+        turned_again = _again(self.graph, before, new, self._replaced(before, layer, "before_rope"))
+        found = self.read[new] = self._replaced(turned_again, layer, "keys")
+        return found
+
+    def _replaced(self, x: Node, layer: str, *kinds: Kind) -> Node:
+        """What is read of ``x``."""
+        if x in self.read:
+            return self.read[x]
+
+        def replaced(tensor: Tensor) -> Tensor:
+            replacement, stored = _replacement.get(), _stored.get()
+            if replacement is not None and replacement.layer == layer:
+                here = replacement.kind in kinds
+                return replacement.by(tensor).to(tensor.dtype) if here else tensor
+            if stored is None:
+                return tensor
+            probe = torch.zeros_like(tensor, requires_grad=True)
+            stored.append(Made(layer, kinds, tensor.detach(), probe, tensor))
+            return tensor + probe
+
+        with self.graph.inserting_before(x.next):
+            node = self.read[x] = self.graph.call_function(replaced, (x,))
+        node.meta = {**x.meta}
+        return node
+
+    def _new(self, read: Node) -> Node:
+        """What is appended to the cache tensor that attention reads."""
+        update = self.sites.updates.get(read) or self.sites.static(read)
+        assert update is not None
+        return update.new
+
+
+def _attended(seen: Seen, keys: Tensor, values: Tensor) -> Tensor | None:
+    """The attention's output with what is read instead; None: as it is."""
+    replacement = _replacement.get()
+    if replacement is not None:
+        here = replacement.layer == seen.layer
+        return windowed(seen, keys, values, replacement.exact) if here else None
+    if _stored.get() is None:
+        return None
+    # Weights of all tokens for all tokens: computed anew in the backward pass.
+    found: Tensor = checkpoint(windowed, seen, keys, values, _exact.get(), use_reentrant=False)
+    return found
+
+
+def _before_rope(new: Node) -> Node | Miss:
+    """Keys before their rotary embedding, themselves if they have none."""
     found = turned(new)
     if found is None:
-        before: Node | Miss = new
-    elif isinstance(found, Miss):
-        before = found
-    elif len(found.parts) > 1:
-        before = Miss("the keys before their rotary embedding are no tensor", new)
-    else:
-        (before,) = found.parts
-
-    def look(keys_before: Tensor | str, *call: Any) -> None:
-        q, keys, values, mask, scale, *more = call
-        sinks, _, _, softcap = more or (None, False, 0, 0.0)
-        known = (q, keys, values, mask, scale, sinks, site.causal, softcap, halves, keys_before)
-        _observer.get()(Seen(layer, *known))
-
-    with graph.inserting_before(site.root):
-        call = attention_call(graph, site, site.keys, site.values)
-        shown = str(before) if isinstance(before, Miss) else before
-        graph.call_function(look, (shown, *call.args))
-        graph.erase_node(call)
-    if before is new:
-        _probe(graph, new, layer, "keys", "before_rope")
-    else:
-        _probe(graph, new, layer, "keys")
-        if isinstance(before, Node):
-            _probe(graph, before, layer, "before_rope")
-    _probe(graph, _new(site.values, sites), layer, "values")
+        return new
+    if isinstance(found, Miss):
+        return found
+    if len(found.parts) > 1:
+        return Miss("the keys before their rotary embedding are no tensor", new)
+    (before,) = found.parts
+    return before
 
 
-def _probe(graph: Graph, x: Node, layer: str, *kinds: Kind) -> None:
-    """Adds a probe to ``x`` while gradients are asked for; once, whoever shares it."""
-    if any(getattr(user.target, "__name__", "") == "probed" for user in x.users):
-        return
-
-    def probed(tensor: Tensor) -> Tensor:
-        if (replace := _replace.get()) is not None:
-            return replace(layer, kinds, tensor)
-        stored = _stored.get()
-        if stored is None:
-            return tensor
-        probe = torch.zeros_like(tensor, requires_grad=True)
-        stored.append(Made(layer, kinds, tensor.detach(), probe, tensor))
-        return tensor + probe
-
-    with graph.inserting_after(x):
-        node = graph.call_function(probed, (x,))
-    node.meta = {**x.meta}
-    x.replace_all_uses_with(node, lambda user: user is not node)
-
-
-def _new(read: Node, sites: Sites) -> Node:
-    """What is appended to the cache tensor that attention reads."""
-    update = sites.updates.get(read) or sites.static(read)
-    assert update is not None
-    return update.new
+def _again(graph: Graph, start: Node, end: Node, other: Node) -> Node:
+    """What ``end`` would be with ``other`` in the place of ``start``."""
+    copies = {start: other}
+    with graph.inserting_before(end.next):
+        for node in list(graph.nodes):
+            if node is not start and any(n in copies for n in node.all_input_nodes):
+                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+            if node is end:
+                break
+    for node in reversed(list(copies.values())):
+        if not node.users and node not in (copies[end], other):
+            graph.erase_node(node)
+    return copies[end]

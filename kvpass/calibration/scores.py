@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
-from torch import Tensor
-
 from kvpass.calibration.data import token_batches
+from kvpass.calibration.importance import means
 from kvpass.calibration.observe import Watched
 from kvpass.calibration.seen import (
     STORED,
     Kind,
     Pass,
-    Replace,
+    Replacement,
     Seen,
     Stored,
     layer_dims,
     layer_shapes,
 )
-from kvpass.calibration.sensitivity import rounded, weighted_errors
+from kvpass.calibration.sensitivity import exact_tokens, rounded, weighted_errors
 from kvpass.errors import OptionError, unknown
 from kvpass.plan import Plan
 
@@ -114,7 +114,7 @@ def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
         costs = weighted_errors(run, candidates)
     else:
         costs = _relative(run, candidates)
-        importance = run.importance("importance")
+        importance = means(run.importance("importance"))
         costs = {name: [importance[name] * x for x in found] for name, found in costs.items()}
     tensors = {}
     for (layer, kind), (heads, dim) in shapes.items():
@@ -152,15 +152,11 @@ def _losses(run: Pass, candidates: Sequence[Plan], shapes: Mapping[Name, Any]) -
     """Differences of the loss."""
     plain = run.loss(None, "loss")
 
-    def rounds(name: Name, plan: Plan) -> Replace:
-        layer = plan.layer(name[0])
-        wanted = "before_rope" if name[1] == "keys" and layer.before_rope else name[1]
-
-        def replace(path: str, kinds: Sequence[Kind], x: Tensor) -> Tensor:
-            here = path == name[0] and wanted in kinds
-            return rounded(layer, name[1], x).to(x.dtype) if here else x
-
-        return replace
+    def rounds(name: Name, plan: Plan) -> Replacement:
+        path, kind = name
+        layer = plan.layer(path)
+        wanted: Kind = "before_rope" if kind == "keys" and layer.before_rope else kind
+        return Replacement(path, wanted, partial(rounded, layer, kind), exact_tokens([layer]))
 
     return {
         name: [run.loss(rounds(name, plan), f"{name[0]} {name[1]}") - plain for plan in candidates]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,6 +16,8 @@ from kvpass.ops.attention import attention_weights, mask_rows
 Stored = Literal["keys", "values"]
 STORED: tuple[Stored, ...] = ("keys", "values")
 Kind = Literal["keys", "before_rope", "values"]
+# How many last keys, and values, stay exact.
+Exact = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,42 @@ class Seen:
         return attention_weights(products * self.scale, mask, self.softcap, sinks)
 
 
+def windowed(seen: Seen, keys: Tensor, values: Tensor, exact: Exact) -> Tensor:
+    """The output ``[B, Hq, T, Dv]`` of an attention that reads other ``keys`` and ``values``
+    (shaped like its own) of all but the last tokens.
+
+    Args:
+        exact: so many last keys, and values, are its own; at most a quarter of all, so that short
+            texts tell something as well.
+    """
+    total, groups = seen.keys.shape[2], seen.q.shape[1] // seen.keys.shape[1]
+    positions = torch.arange(total, device=seen.q.device)
+    distance = (positions.unsqueeze(1) - positions).repeat(groups, 1)
+    near, known = (distance < min(tokens, total // 4) for tokens in exact)
+    wide = torch.promote_types(seen.q.dtype, torch.float32)
+    q = seen.rows(seen.q).to(wide)
+    own, other = (q @ k.to(wide).transpose(2, 3) for k in (seen.keys, keys))
+    weights = seen.weights(torch.where(near, own, other), positions).to(wide)
+    out = (weights * known) @ seen.values.to(wide) + (weights * ~known) @ values.to(wide)
+    return out.reshape(*seen.q.shape[:3], -1).to(seen.q.dtype)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Of the keys, or the values, of one layer, where later tokens read them.
+
+    Attributes:
+        layer, kind: which.
+        by: makes of ``[B, H, T, D]`` what is read instead.
+        exact: last tokens whose keys, and values, are read as they are.
+    """
+
+    layer: str
+    kind: Kind
+    by: Callable[[Tensor], Tensor]
+    exact: Exact = (0, 0)
+
+
 @dataclass(frozen=True)
 class SeenGradient:
     """Keys, before or behind their rotary embedding (both, if they have none), or values of a first
@@ -103,7 +141,8 @@ class SeenGradient:
         layer: as `Seen`.
         kind: which of them.
         x: ``[B, H, T, D]``.
-        gradient: of the sum of the tokens' losses, likewise.
+        gradient: of the sum of the tokens' losses, likewise, as far as later tokens read ``x``
+            behind the exact ones.
     """
 
     layer: str
@@ -115,8 +154,6 @@ class SeenGradient:
 # Looks at every attention of a batch.
 Observer = Callable[[Seen], None]
 GradientObserver = Callable[[SeenGradient], None]
-# Given a layer, which of its tensors it is, and the tensor: what the model goes on with.
-Replace = Callable[[str, Sequence[Kind], Tensor], Tensor]
 
 
 class Pass(Protocol):
@@ -126,18 +163,19 @@ class Pass(Protocol):
     def __call__(self, observer: Observer, name: str) -> None:
         """Every attention of every batch."""
 
-    def gradients(self, observer: GradientObserver, name: str) -> None:
-        """The keys and the values of every layer of every batch, with their gradients."""
+    def gradients(self, observer: GradientObserver, name: str, exact: Exact = (0, 0)) -> None:
+        """The keys and the values of every layer of every batch, with their gradients, which leave
+        out how the last ``exact`` keys, and values, are read."""
 
     def tokens(self, skip: int = 0) -> int:
         """Of all texts, but the first ``skip`` of each."""
 
-    def importance(self, name: str) -> dict[tuple[str, Stored], float]:
-        """Of the ``keys`` and the ``values`` of every layer: see
+    def importance(self, name: str) -> dict[tuple[str, Stored], list[float]]:
+        """Of the ``keys`` and the ``values`` of every layer, for each text: see
         `kvpass.calibration.importance.gradient_norms`."""
 
-    def loss(self, replace: Replace | None, name: str) -> float:
-        """Nats per token, with keys and values replaced."""
+    def loss(self, replacement: Replacement | None, name: str) -> float:
+        """Nats per token, with keys or values replaced."""
 
 
 def layer_shapes(run: Pass) -> dict[tuple[str, Stored], tuple[int, int]]:

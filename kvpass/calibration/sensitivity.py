@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from kvpass.cache.residency import TensorPlan
 from kvpass.calibration.data import token_batches
+from kvpass.calibration.importance import Norms, means
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import Pass, SeenGradient, Stored
+from kvpass.calibration.seen import STORED, Exact, Pass, SeenGradient, Stored
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -59,8 +61,9 @@ def sensitivities(
 
 def weighted_errors(run: Pass, plans: Sequence[Plan]) -> dict[tuple[str, Stored], list[float]]:
     """For each plan, of the keys and the values of every layer: sums of squared errors times
-    squared gradients, means over tokens."""
+    squared gradients, means over tokens. Gradients leave out what the plans' exact tokens tell."""
     found: dict[tuple[str, Stored], list[float]] = {}
+    exact = exact_tokens([layer for plan in plans for layer in plan.layers.values()])
     tokens = run.tokens()
 
     def look(seen: SeenGradient) -> None:
@@ -72,8 +75,20 @@ def weighted_errors(run: Pass, plans: Sequence[Plan]) -> dict[tuple[str, Stored]
                 costs = found.setdefault((seen.layer, kind), [0.0] * len(plans))
                 costs[i] += float(errors.square().sum()) / tokens
 
-    run.gradients(look, "sensitivities")
+    run.gradients(look, "sensitivities", exact)
     return found
+
+
+def exact_tokens(layers: Sequence[LayerPlan]) -> Exact:
+    """Of all these layers' keys, and values, so many last tokens are exact, on average over the
+    steps of a generation."""
+
+    def exact(plan: TensorPlan) -> int:
+        return plan.residency.window + plan.residency.flush // 2
+
+    packed = [x for x in layers if not (x.keys.codec.identity or x.values.codec.identity)]
+    keys, values = ([exact(getattr(x, kind)) for x in packed] for kind in STORED)
+    return min(keys, default=0), min(values, default=0)
 
 
 def importance(
@@ -100,10 +115,22 @@ def importance(
         OptionError: if an argument is not allowed.
         UnmatchedGraphError: if no attention is found in the model.
     """
+    return by_layer(importance_of_texts(model, data, tokenizer, samples, length, progress))
+
+
+def importance_of_texts(
+    model: Any, data: Iterable[Any], tokenizer: Any, samples: int, length: int, progress: bool
+) -> Norms:
+    """As `importance`, for every text."""
     run = Watched(model, token_batches(data, tokenizer, samples, length, 1), progress)
+    return run.importance("importance")
+
+
+def by_layer(norms: Norms) -> dict[str, LayerScore]:
+    """Means over texts."""
     found: dict[str, LayerScore] = {}
-    for (layer, kind), norm in run.importance("importance").items():
-        setattr(found.setdefault(layer, LayerScore()), kind, norm)
+    for (layer, kind), mean in means(norms).items():
+        setattr(found.setdefault(layer, LayerScore()), kind, mean)
     return found
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from kvpass.cache.codec import Codec
+from kvpass.calibration.importance import means
 from kvpass.calibration.seen import STORED, Pass, Stored, layer_dims, layer_shapes
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan
@@ -66,7 +67,7 @@ class Kvmix(CalibratedRecipe):
     def fit(self, run: Pass, seed: int) -> Plan:
         """The top ``share`` of the layers, rounded down, of keys and of values."""
         dims = layer_dims(layer_shapes(run))
-        importance = run.importance("importance")
+        importance = means(run.importance("importance"))
         best = {kind: self._best(importance, kind, list(dims)) for kind in STORED}
         layers = {}
         for path, (key_dim, value_dim) in dims.items():

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import kvpass
 from examples.quickstart import SMALL_MODEL
+from kvpass.calibration.importance import rank_correlations
+from kvpass.calibration.seen import STORED
 from kvpass.cli import main
 from kvpass.errors import OptionError
 from tests.models import prompt, tiny_model
@@ -96,14 +98,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = tmp_path / "text.txt"
     text.write_text("A cache of keys and values, in few bits. " * 20, encoding="utf-8")
     out, plot = tmp_path / "found.json", tmp_path / "found.svg"
-    files = ["--json", str(out), "--plot", str(plot)]
+    files = ["--json", str(out), "--plot", str(plot), "--sets", "2"]
     assert main(["profile", str(SMALL_MODEL), str(text), "--length", "64", *files]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()
+    header, *rows, ranks = capsys.readouterr().out.splitlines()
     assert header.split() == ["layer", "keys", "values"]
     assert [row.split()[0] for row in rows] == [f"model.layers.{i}.self_attn" for i in range(4)]
     assert all(float(number) > 0 for row in rows for number in row.split()[1:])
+    assert ranks.startswith("rank correlation of 2 sets of texts: keys ")
     assert len(json.loads(out.read_text(encoding="utf-8"))["results"]) == 4
     assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+def test_ranks_of_disjoint_sets_are_compared() -> None:
+    # Of four texts, layers a, b, c; the sets are texts 0 and 2, texts 1 and 3.
+    a, b, c = [1.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], [3.0, 1.0, 3.0, 2.5]
+    norms = {(layer, kind): x for kind in STORED for layer, x in zip("abc", (a, b, c), strict=True)}
+    found = rank_correlations(norms, 2)
+    # Means 1, 2, 3 and 3, 2, 1.75: one order, and the other way round.
+    assert found == {"keys": -1.0, "values": -1.0}
+    assert rank_correlations({k: x * 2 for k, x in norms.items()}, 4)["keys"] == -0.25
+    with pytest.raises(OptionError, match="sets=5 is not supported; allowed: 2 to 4, the texts"):
+        rank_correlations(norms, 5)
 
 
 @pytest.mark.parametrize(("arguments", "match"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import Rotation, Seen
+from kvpass.calibration.seen import Replacement, Rotation, Seen, SeenGradient, windowed
 from kvpass.errors import UnmatchedGraphError
 from tests.models import prompt, tiny_model
 
@@ -85,3 +86,46 @@ def test_a_model_without_attention_is_refused() -> None:
 
     with pytest.raises(UnmatchedGraphError, match=r"No attention .* is found in Plain"):
         Watched(Plain(), [torch.ones(1, 4).long()], progress=False)(lambda seen: None, "")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_exact_tokens_are_read_as_they_are(family: str) -> None:
+    """Query by query: the last keys and values its own, all before them others."""
+    model = tiny_model(family, attention="eager", layers=1)
+    seen: list[Seen] = []
+    Watched(model, [prompt(2, 40, seed=1)], progress=False)(seen.append, "test")
+    (look,) = seen
+    keys, values = (torch.randn_like(x) for x in (look.keys, look.values))
+    found = windowed(look, keys, values, (3, 7))
+    for position in (0, 2, 6, 20, 39):
+        last = torch.arange(40) > position - 3, torch.arange(40) > position - 7
+        k = torch.where(last[0][:, None], look.keys, keys)
+        v = torch.where(last[1][:, None], look.values, values)
+        rows = look.rows(look.q[:, :, [position]])
+        weights = look.weights(rows @ k.transpose(2, 3), torch.tensor([position]))
+        out = (weights @ v).reshape(*look.q.shape[:2], -1)
+        assert (out - found[:, :, position]).abs().max().item() <= 2e-5
+    # No more than a quarter of them.
+    assert torch.equal(
+        windowed(look, keys, values, (99, 99)), windowed(look, keys, values, (10, 10))
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "glm4", "qwen3"])
+def test_gradients_are_those_of_what_later_tokens_read(family: str) -> None:
+    """Against differences of the loss."""
+    model = tiny_model(family, attention="eager", layers=2).double()
+    run = Watched(model, [prompt(1, 24, seed=1)], progress=False)
+    gradients: list[SeenGradient] = []
+    run.gradients(gradients.append, "test", (4, 4))
+    plain = run.loss(None, "test")
+    for seen in gradients:
+        step = 0.02 * torch.randn_like(seen.x)
+        losses = [
+            run.loss(Replacement(seen.layer, seen.kind, partial(torch.add, s), (4, 4)), "test")
+            for s in (step, -step)
+        ]
+        # Sums over 23 tokens, in float32.
+        change = (losses[0] - losses[1]) * 23 / 2
+        assert change == pytest.approx(float((seen.gradient * step).sum()), rel=0.02, abs=3e-5)
+    assert run.loss(Replacement(seen.layer, seen.kind, lambda x: x), "test") == pytest.approx(plain)
