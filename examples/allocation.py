@@ -88,16 +88,13 @@ def by_lot(plan: kvpass.Plan, count: int) -> Iterator[kvpass.Plan]:
 
 def compare_with_lots(bench: Bench, count: int) -> list[Row]:
     """KVmix, and the mean of as many bits in layers chosen by lot."""
-    rows = []
-    for share in (0.3, 0.5):
-        plan = bench.plan(kvpass.recipe("kvmix", share=share))
-        rows.append(measured(bench, f"kvmix, share {share}", plan))
-        lots = [measured(bench, "  by lot", p) for p in by_lot(plan, count)]
-        for name in ("perplexity", "divergence"):
-            found = [getattr(row, name) for row in lots]
-            mean, own = sum(found) / max(1, len(found)), getattr(rows[-1], name)
-            better = sum(own < other for other in found)
-            print(f"  {name} {own:.3f}, by lot {mean:.3f}; better than {better} of {len(found)}")
+    plans = [bench.plan(kvpass.recipe("kvmix", share=share)) for share in (0.2, 0.3)]
+    rows = [measured(bench, plan.recipe, plan) for plan in plans]
+    lots = [measured(bench, "  by lot", plan) for plan in by_lot(plans[1], count)]
+    for name in ("perplexity", "divergence"):
+        found, own = [getattr(row, name) for row in lots], getattr(rows[1], name)
+        mean, better = sum(found) / max(1, count), sum(own < other for other in found)
+        tqdm.write(f"  {name} by lot {mean:.3f}; by importance less than {better} of {count}")
     return rows
 
 
