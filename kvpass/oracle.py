@@ -136,7 +136,7 @@ class OracleLayer(DynamicLayer):
     def _round_due(self, name: str, stored: Tensor) -> Tensor:
         plan: TensorPlan = getattr(self.plan, name)
         first = max(self.packed[name], plan.residency.sinks)
-        due = plan.residency.due(stored.shape[2] - first)
+        due = plan.residency.due(stored.shape[2] - first, first - plan.residency.sinks)
         if plan.codec.identity or due == 0:
             return stored
         order = self.plan.key_order if name == "keys" else self.plan.value_order

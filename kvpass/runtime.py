@@ -217,11 +217,12 @@ def _check_hidden(mask: Tensor, written: int) -> None:
 def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
     """What a step of ``new`` tokens may overwrite of ``handle``.
 
-    A step of up to MAX_STEP tokens overwrites nothing (see `TensorPlan.ring`), unless a filter
-    chooses among its tokens: only its count must go back.
+    A step of up to MAX_STEP tokens overwrites nothing (see `TensorPlan.slots`), unless a filter
+    chooses among its tokens: only its count must go back. What a pivotal ratio has made it pack, it
+    would not pack again.
     """
     if new <= MAX_STEP and not handle.plan.kept:
-        return None
+        return [handle.ends.clone()] if handle.plan.residency.pivotal else None
     if handle.plan.keep is not None:
         # In a ring, new tokens take the place of old ones.
         return [t.clone() for t in handle.state]

@@ -219,7 +219,7 @@ def _live(state: Sequence[Tensor], plan: TensorPlan) -> list[Tensor]:
     if plan.codec.identity:
         return [state[0][:, :, : ends[0]]]
     packed, total = ends[-2] - plan.sinks, ends[-1]
-    slots = torch.arange(ends[-2], total) % plan.ring
+    slots = torch.arange(ends[-2], total) % state[2].shape[2]
     live = [state[0][:, :, :packed], state[2][:, :, slots]]
     if plan.codec.axis == "token":
         live.append(state[1][..., :packed])

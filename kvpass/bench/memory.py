@@ -67,7 +67,7 @@ def tensor_bytes(
         return batch * kv_heads * capacity * head_dim * itemsize + ends
     codes = capacity * codec.words(head_dim) * 2
     params = capacity * head_dim // codec.group * 4
-    window = plan.ring * head_dim * itemsize
+    window = plan.slots(tokens - plan.sinks) * head_dim * itemsize
     return batch * kv_heads * (codes + params + window) + ends
 
 

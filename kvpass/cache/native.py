@@ -288,7 +288,8 @@ def _cat_batch(tensors: Sequence[Tensor]) -> Any:
     room = max(t.capacity for t in packed)
     for t in packed:
         t.check()
-    grown = [_with_capacity(t, room) for t in packed]
+    ring = 0 if first.plan.codec.identity else max(t.window.shape[2] for t in packed)
+    grown = [_with_room(t, room, ring) for t in packed]
     state = [torch.cat(parts) for parts in zip(*(g.own for g in grown), strict=True)]
     if first.plan.rope is not None:
         room = max(t.rotary.shape[1] for t in packed)
@@ -298,9 +299,11 @@ def _cat_batch(tensors: Sequence[Tensor]) -> Any:
     return _rebuilt(first, state)
 
 
-def _with_capacity(x: PackedKV, room: int) -> PackedKV:
+def _with_room(x: PackedKV, room: int, ring: int) -> PackedKV:
     result: PackedKV = clone(x)
     result.grow(room)
+    if x.plan.residency.grows:
+        result.grow_window(ring)
     return result
 
 

@@ -16,7 +16,8 @@ from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
 from kvpass.cache.rope import Rope
 from kvpass.errors import CacheFullError, StaleHandleError
 from kvpass.ops import unpack as _unpack  # noqa: F401  (registers the op)
-from kvpass.ops.append import row_ends
+from kvpass.ops.append import read_window, row_ends
+from kvpass.ops.pack import write_window
 
 # What is known of a `PackedKV` beside its inner tensors; Dynamo guards on it.
 Meta = tuple[TensorPlan, torch.dtype, ChannelOrder | None]
@@ -199,8 +200,10 @@ class PackedKV(Tensor):
         if plan.codec.identity:
             needed = tokens + new
         else:
-            counted = tokens if new <= MAX_STEP else tokens + new
-            needed = counted - plan.residency.window - plan.sinks
+            self._reserve_window(new)
+            counted = (tokens if new <= MAX_STEP else tokens + new) - plan.sinks
+            residency = plan.residency
+            needed = counted - (residency.window if residency.pivotal else residency.stay(counted))
         if needed > self.capacity:
             more = max(self.capacity // 4, 2 * plan.tile)
             self.grow(plan.capacity(max(needed, self.capacity + more)))
@@ -218,6 +221,29 @@ class PackedKV(Tensor):
             else:
                 self._move_ring(old, grown, dim, before)
             setattr(self, name, grown)
+        self.mark_dynamic()
+
+    def _reserve_window(self, new: int) -> None:
+        """Makes room in `window` for a step of ``new`` tokens if a ratio of the tokens stays exact;
+        gives back what a pivotal ratio no longer needs."""
+        plan, slots = self.plan, self.window.shape[2]
+        if plan.residency.fraction:
+            after = self.written + new - plan.sinks
+            if plan.slots(after) > slots:
+                self.grow_window(plan.slots(after + after // 4))
+        elif plan.residency.pivotal and (new > MAX_STEP or slots > plan.ring):
+            *_, packed, total = row_ends(self.ends)
+            exact = total - packed + new
+            wanted = max(plan.slots(exact), exact)
+            if wanted > slots or 2 * wanted <= slots or wanted == plan.ring:
+                self.grow_window(wanted)
+
+    def grow_window(self, slots: int) -> None:
+        """Moves the exact tokens to a window of so many slots, which may be fewer."""
+        old = self.window
+        first = max(0, self.written - min(slots, old.shape[2]))
+        self.window = old.new_empty((*old.shape[:2], slots, old.shape[3]))
+        write_window(self.window, first, read_window(old, first, self.written))
         self.mark_dynamic()
 
     def reserve_rotary(self, new: int, after: int) -> None:
@@ -271,6 +297,8 @@ class PackedKV(Tensor):
         mark_dynamic(self, 2)
         for name, dim in native.token_dims(self.plan).items():
             mark_dynamic(getattr(self, name), dim)
+        if not self.plan.codec.identity and self.plan.residency.grows:
+            mark_dynamic(self.window, 2)
         if self.plan.rope is not None:
             mark_dynamic(self.rotary, 1)
 

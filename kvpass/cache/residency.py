@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ TILE = 128
 
 _PLAN = re.compile(
     r"(?P<codec>[^/]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+)"
-    r"(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
+    r"(,pivotal=(?P<pivotal>0\.\d+))?(,fraction=(?P<fraction>0\.\d+))?(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
     r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?(/rope=(?P<rope>\w+-\d+))?"
 )
 
@@ -36,12 +38,20 @@ class Residency:
     """The exact tokens: the first `sinks` and the last `window` always stay exact; those in between
     are packed `flush` at a time.
 
+    Of the last tokens a ratio may stay exact instead, if that is more than `window`. Its floor is
+    that of its decimals, and sinks do not count. Either rule keeps ``floor(ratio * T)`` of a first
+    prompt of ``T`` tokens.
+
     Attributes:
         window: tokens.
         flush: tokens.
         sinks: tokens (attention sinks: SKVQ, section 3.2, after StreamingLLM).
         kept: tokens of every KV head that stay exact because ``filter`` likes them best.
         filter: the name of a filter, see `kvpass.cache.filters`.
+        pivotal: ratio of the tokens that were exact when a step ended, new ones included, as KVmix
+            writes it ("Dynamic Pivotal Context Selection"). Every step applies it to what the last
+            one left: of a prompt, 4096 tokens at 0.1 become 416, 65, 34, ..., with flushes of 32.
+        fraction: ratio of all tokens, which is what KVmix's text promises.
     """
 
     window: int = 0
@@ -49,6 +59,8 @@ class Residency:
     sinks: int = 0
     kept: int = 0
     filter: str | None = None
+    pivotal: float = 0.0
+    fraction: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("window", 0), ("flush", 1), ("sinks", 0), ("kept", 0)):
@@ -64,18 +76,51 @@ class Residency:
                 f"filter={self.filter!r} is not supported with kept={self.kept}; allowed: a filter "
                 "and a number of tokens, or neither."
             )
+        for name in ("pivotal", "fraction"):
+            ratio: Any = getattr(self, name)
+            # Few decimals: products with numbers of tokens fit into 64 bits.
+            if type(ratio) is not float or not 0 <= ratio < 1 or round(ratio, 3) != ratio:
+                raise OptionError(
+                    f"{name}={ratio!r} is not supported; allowed: from 0.0 to 0.999, in steps of "
+                    "0.001."
+                )
+        if self.pivotal and self.fraction:
+            raise OptionError(
+                f"pivotal={self.pivotal} is not supported with fraction={self.fraction}; allowed: "
+                "one of them."
+            )
+
+    @cached_property
+    def ratio(self) -> tuple[int, int]:
+        """Of the tokens that stay exact: numerator and denominator."""
+        return Fraction(str(self.pivotal or self.fraction)).as_integer_ratio()
+
+    @property
+    def grows(self) -> bool:
+        """How many tokens stay exact depends on how many there are."""
+        return bool(self.pivotal or self.fraction)
 
     def window_only(self) -> Residency:
         """Without tokens that stay exact for their own sake."""
         return Residency(self.window, self.flush)
 
-    def due(self, exact: int) -> int:
-        """How many of ``exact`` unpacked tokens are to be packed now: whole flushes beyond the
-        window. Sinks do not count.
+    def stay(self, exact: int, packed: int = 0) -> int:
+        """How many of ``exact`` unpacked tokens behind ``packed`` others stay so at least, if there
+        are as many. Sinks do not count. Both may be symbolic."""
+        if not self.grows:
+            return self.window
+        numerator, denominator = self.ratio
+        counted = exact if self.pivotal else packed + exact
+        least: int = torch.sym_max(counted * numerator // denominator, self.window)
+        return least
 
-        ``exact`` may be symbolic (`torch.sym_max` leaves no guard behind).
+    def due(self, exact: int, packed: int = 0) -> int:
+        """How many of ``exact`` unpacked tokens behind ``packed`` others are to be packed now:
+        whole flushes beyond those that `stay`. Sinks do not count.
+
+        Both may be symbolic (`torch.sym_max` leaves no guard behind).
         """
-        beyond: int = torch.sym_max(exact - self.window, 0)
+        beyond: int = torch.sym_max(exact - self.stay(exact, packed), 0)
         return beyond // self.flush * self.flush
 
 
@@ -128,6 +173,8 @@ class TensorPlan:
                 f"sinks={self.sinks} and kept={self.kept} cannot stay where only {self.keep} "
                 "tokens do."
             )
+        if self.keep is not None and self.residency.grows:
+            raise PlanError(f"No ratio of the tokens can stay exact where only {self.keep} stay.")
         if self.residency.flush % self.codec.token_group:
             raise PlanError(
                 f"group {self.codec.token_group} of {self.codec} does not divide the residual of "
@@ -139,6 +186,9 @@ class TensorPlan:
         if not self.codec.identity:
             sinks = f"sinks={self.sinks}," if self.sinks else ""
             text += f"/{sinks}window={self.residency.window},flush={self.residency.flush}"
+            for name in ("pivotal", "fraction"):
+                if ratio := getattr(self.residency, name):
+                    text += f",{name}={ratio}"
             if self.kept:
                 text += f",kept={self.kept},filter={self.residency.filter}"
         if self.keep is not None:
@@ -167,7 +217,8 @@ class TensorPlan:
             window, flush, sinks, kept = (
                 int(match[name] or 0) for name in ("window", "flush", "sinks", "kept")
             )
-            residency = Residency(window, flush, sinks, kept, match["filter"])
+            ratios = (float(match[name] or 0) for name in ("pivotal", "fraction"))
+            residency = Residency(window, flush, sinks, kept, match["filter"], *ratios)
         keep, room = (int(match[name]) if match[name] else None for name in ("keep", "room"))
         rope = Rope.parse(match["rope"]) if match["rope"] else None
         return TensorPlan(codec, residency, keep, room, rope)
@@ -177,7 +228,7 @@ class TensorPlan:
 
         The identity where the exact window would hold all of them: packing would only add to it.
         Without sinks and filter: the window forgets the first tokens, and with them their
-        positions.
+        positions. Without a ratio: what the window keeps does not grow.
         """
         if keep <= self.residency.window + self.residency.flush:
             return TensorPlan(keep=keep, rope=self.rope)
@@ -186,7 +237,7 @@ class TensorPlan:
     def static(self, room: int) -> TensorPlan:
         """This plan for a static cache's buffer of ``room`` tokens.
 
-        Without sinks and filter, as `sliding`: a static window forgets its first tokens when it is
+        Without sinks, filter and ratio, as `sliding`: a static window forgets its first tokens when it is
         full, and the graph that begins one looks like the graph that begins a buffer which never
         slides.
         """
@@ -209,10 +260,25 @@ class TensorPlan:
 
     @property
     def ring(self) -> int:
-        """Slots of the exact window: what it can hold, and room for one step (0 for ``fp``)."""
+        """Slots of the exact window (0 for ``fp``); if a ratio stays exact, the least number."""
+        return self.slots(0)
+
+    def slots(self, tokens: int) -> int:
+        """Slots of the exact window: what it can hold, and room for one step (0 for ``fp``).
+
+        Args:
+            tokens: of which a ratio stays exact; may be symbolic. With a pivotal ratio also the
+                room for what the next steps leave, which a failed step must not overwrite.
+        """
         if self.codec.identity:
             return 0
-        return self.residency.window + self.residency.flush + MAX_STEP - 1
+        window, flush = self.residency.window, self.residency.flush
+        if self.residency.grows:
+            # Where (1 - ratio) of the tokens are a flush and a step, steps leave no more of them.
+            numerator, denominator = self.residency.ratio
+            settled = -(-(flush + MAX_STEP) * denominator // (denominator - numerator))
+            window = self.residency.stay(torch.sym_max(tokens, settled)) + MAX_STEP
+        return window + flush + MAX_STEP - 1
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -221,7 +287,7 @@ class TensorPlan:
         if self.codec.identity:
             return (packed,)
         sinks = (Segment(FP, self.sinks),) if self.sinks else ()
-        return (*sinks, packed, Segment(FP, self.ring))
+        return (*sinks, packed, Segment(FP, None if self.residency.grows else self.ring))
 
     @cached_property
     def state_names(self) -> tuple[str, ...]:

@@ -49,12 +49,12 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
     *_, packed, total = row_ends(state[-1])
     window = state[2]
     if n <= MAX_STEP:
-        due = p.residency.due(total - packed)
+        due = p.residency.due(total - packed, packed - p.sinks)
         oldest = read_window(window, packed, packed + due)
         start, rest = total, new
     else:
         tail = torch.cat([read_window(window, packed, total), new], dim=2)
-        due = p.residency.due(tail.shape[2])
+        due = p.residency.due(tail.shape[2], packed - p.sinks)
         oldest = tail[:, :, :due]
         start, rest = packed + due, tail[:, :, due:]
     if due:

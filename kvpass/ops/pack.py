@@ -19,7 +19,7 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
         The tensors that `TensorPlan.own_names` names: codes ``[B, H, C, W]`` (int16 words, or
         the model's dtype and ``W = D`` for the identity), params int32 or int16 (see
         `kvpass.cache.codec`), window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token
-        ``t``, sinks ``[B, H, S, D]``, the first ``S`` tokens where the plan has sinks, outliers
+        ``t`` (``ring`` as `TensorPlan.slots` has it for a prompt ``new``), sinks ``[B, H, S, D]``, the first ``S`` tokens where the plan has sinks, outliers
         int32 ``[B, C, N]`` of the packed tokens, where the codec has them, kept
         ``[B, H, N, D]`` and places, int32 ``[B, H, N]``, exact tokens and their positions (-1:
         none) where it has a filter, and ends,
@@ -36,7 +36,10 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
     shape = codec.groups.shape(b, h, c, d)
     shape = shape if codec.axis == "channel" else (*shape[:2], shape[3], shape[2])
     params = new.new_empty(shape, dtype=codec.param_dtype)
-    exact = [new.new_empty((b, h, slots, d)) for slots in (plan.ring, plan.sinks) if slots]
+    ring = plan.slots(new.shape[2] - plan.sinks)
+    exact = [new.new_empty((b, h, ring, d))]
+    if plan.sinks:
+        exact.append(new.new_empty((b, h, plan.sinks, d)))
     if codec.outliers:
         exact.append(new.new_empty((b, c, codec.outliers), dtype=torch.int32))
     if plan.kept:

@@ -16,13 +16,13 @@ from lowering.cpp.constants import (
     decline_writing,
     middle_argument,
     outlier_argument,
-    pointers,
     sinks_argument,
+    state_argument,
 )
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import decline_gaps, exact_tokens
 
-_ARGUMENTS = struct.Struct("4P3qP5q")
+_ARGUMENTS = struct.Struct("P5q")
 
 
 def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
@@ -49,12 +49,12 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
     Raises:
         KernelError: if there is no room for the tokens that are due; nothing is written then.
     """
-    batch, heads, count, dim = new.shape
+    _, heads, count, dim = new.shape
     if new.stride(3) != 1:
         new = new.contiguous()
     room = _function(plan, dim, new.dtype)(
-        _ARGUMENTS.pack(
-            *pointers(state, plan), batch, heads, state[0].shape[2],
+        state_argument(state, plan)
+        + _ARGUMENTS.pack(
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, torch.get_num_threads(),
         )

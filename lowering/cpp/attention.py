@@ -18,6 +18,7 @@ from lowering.cpp.constants import (
     level_argument,
     outlier_argument,
     pointers,
+    ring_argument,
     rotary_argument,
     sinks_argument,
 )
@@ -172,6 +173,8 @@ def attention(
         + level_argument(v_plan)
         + outlier_argument(values, v_plan)
         + rotary_argument(keys, k_plan)
+        + ring_argument(keys, k_plan)
+        + ring_argument(values, v_plan)
     )  # fmt: skip
     return out
 

@@ -24,6 +24,7 @@ from lowering.layouts import (
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+_STATE = struct.Struct("4P3q")
 # Planes and C++ formats of words that do not hold one run of bits per code, by the bits of a code.
 _FORMATS = {1.5: (10, "Trits"), 3: (16, "ThreeBits")}
 
@@ -40,7 +41,8 @@ class Constants:
         group: tokens or channels that share a scale; 0 for 16 bits.
         by_token: groups are channels of one token, not tokens of one channel.
         window, flush: see `kvpass.cache.residency.Residency`.
-        ring: slots of the exact window; 0 for 16 bits.
+        ring: slots of the exact window; 0 for 16 bits. Where a ratio of the tokens stays exact,
+            kernels are told at run time.
         sliding: the token at position ``t`` is stored at slot ``t % capacity``.
         levels: the largest code.
         fp8: scales and minima are fp8-e4m3, not half.
@@ -51,6 +53,8 @@ class Constants:
         table: codes are levels of a table, which kernels are told at run time.
         outliers: elements of a token that are stored as they are.
         rope: keys are turned when they are read.
+        ratio: of the tokens that stay exact, numerator and denominator; None if they are `window`.
+        pivotal: that ratio is of the exact tokens, not of all.
     """
 
     name: str
@@ -72,6 +76,8 @@ class Constants:
     table: bool = field(default=False, repr=False)
     outliers: int = field(default=0, repr=False)
     rope: Rope | None = field(default=None, repr=False)
+    ratio: tuple[int, int] | None = field(default=None, repr=False)
+    pivotal: bool = field(default=False, repr=False)
 
     @property
     def decoded(self) -> bool:
@@ -147,7 +153,8 @@ def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
         residency.window, residency.flush, p.ring, p.keep is not None,
         codec.levels, codec.params == "fp8", encodes and codec.clip != 1, p.sinks, codec.pairs,
         codec.groups.joined_heads(dim), table is not None, codec.outliers,
-        None if encodes else p.rope,
+        None if encodes else p.rope, residency.ratio if residency.grows else None,
+        residency.pivotal > 0,
     )  # fmt: skip
 
 
@@ -260,6 +267,17 @@ def decline_device(x: Tensor) -> str | None:
     if x.dtype not in DTYPES:
         return f"{x.dtype} is not supported; C++ takes float32, bfloat16 and float16"
     return None
+
+
+def state_argument(state: Sequence[Tensor], plan: str) -> bytes:
+    """One cache tensor ``[batch, heads, ...]`` as ``State`` in ``_encode.h.jinja``."""
+    batch, heads, capacity = state[0].shape[:3]
+    return _STATE.pack(*pointers(state, plan), batch, heads, capacity) + ring_argument(state, plan)
+
+
+def ring_argument(state: Sequence[Tensor], plan: str) -> bytes:
+    """The slots of the exact window, where a ratio of the tokens stays exact."""
+    return struct.pack("q", state[2].shape[2]) if TensorPlan.parse(plan).residency.grows else b""
 
 
 def pointers(state: Sequence[Tensor], plan: str) -> tuple[int, int, int, int]:

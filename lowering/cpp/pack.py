@@ -17,13 +17,13 @@ from lowering.cpp.constants import (
     decline_writing,
     middle_argument,
     outlier_argument,
-    pointers,
     sinks_argument,
+    state_argument,
 )
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import unbounded
 
-_ARGUMENTS = struct.Struct("4P3qP6q")
+_ARGUMENTS = struct.Struct("P6q")
 
 
 def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
@@ -49,7 +49,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
     p = TensorPlan.parse(plan)
     new = new[:, :, p.skipped(new.shape[2]) :]
-    batch, heads, count, dim = new.shape
+    _, heads, count, dim = new.shape
     packed = p.packed(count)
     state = empty_state(new, p, packed)
     if ranges is not None:
@@ -57,8 +57,8 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     if new.stride(3) != 1:
         new = new.contiguous()
     _function(plan, dim, new.dtype)(
-        _ARGUMENTS.pack(
-            *pointers(state, plan), batch, heads, state[0].shape[2],
+        state_argument(state, plan)
+        + _ARGUMENTS.pack(
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, packed, torch.get_num_threads(),
         )

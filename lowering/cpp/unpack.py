@@ -9,11 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowering.cpp.constants import decline_device, decline_reading, pointers, sinks_argument
+from lowering.cpp.constants import decline_device, decline_reading, sinks_argument, state_argument
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
 from lowering.layouts import decline_conversion, decline_gaps, exact_tokens
 
-_ARGUMENTS = struct.Struct("4P3qP2q")
+_ARGUMENTS = struct.Struct("P2q")
 
 
 def supports(
@@ -41,10 +41,8 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     batch, heads, _, dim = exact.shape
     out = exact.new_empty((batch, heads, tokens, dim))
     _function(plan, dim, dtype)(
-        _ARGUMENTS.pack(
-            *pointers(state, plan), batch, heads, state[0].shape[2],
-            out.data_ptr(), tokens, torch.get_num_threads(),
-        )
+        state_argument(state, plan)
+        + _ARGUMENTS.pack(out.data_ptr(), tokens, torch.get_num_threads())
         + sinks_argument(state, plan)
     )  # fmt: skip
     return out
