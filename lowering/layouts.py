@@ -161,6 +161,8 @@ def decline_codec(plan: str) -> str | None:
         return f"the window of {plan} grows with the context"
     if codec.pairs:
         return f"pairs of {codec} are not supported"
+    if codec.elevens:
+        return f"11 codes in 32 bits of {codec} are not supported; the kernels take 3 bits each"
     if codec.word_bits == 1.5:
         return f"base 3 of {codec} is not supported; the kernels take its three levels in slots"
     return None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvpass.cache.encoding import NOWHERE, dequantized, quantized
 from kvpass.cache.groups import Axis, Groups
-from kvpass.cache.words import pack_words, unpack_words, word_count, word_misfit
+from kvpass.cache.words import ELEVENTHS, pack_words, unpack_words, word_count, word_misfit
 from kvpass.errors import OptionError
 
 Params = Literal["half", "fp8"]
@@ -36,7 +36,7 @@ BITS = (1, 1.5, 2, 3, 4, 8)
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"
 _LIST = rf"{NUMBER}(?:,{NUMBER})*"
 _NAME = re.compile(
-    r"(?P<kind>int|nuq)(?P<bits>1\.5|\d+)\.(?P<axis>channel|token)(?P<group>\d+)"
+    r"(?P<kind>int|nuq)(?P<bits>1\.5|\d+)(?P<elevens>x11)?\.(?P<axis>channel|token)(?P<group>\d+)"
     r"(?P<slots>\.slots)?(?P<pairs>\.pairs)?(\.sizes(?P<sizes>\d+(,\d+)*))?(?P<fp8>\.fp8)?"
     rf"(\.clip(?P<clip>{_LIST},?))?(\.outliers(?P<outliers>\d+))?"
     rf"(\.table(?P<table>{_LIST}))?(\.qnorm(?P<qnorm>{NUMBER},{NUMBER}))?"
@@ -69,6 +69,10 @@ class Codec:
             least.
         table: where the levels lie, of a range from -1 to 1, in rising order.
         qnorm: factor and offset of the levels when they are decoded (Q-Norm, KVQuant, section 3.5).
+        elevens: 11 codes of 3 bits share 32 bits, the last of which has 2 (KVmix; ``int3x11``): up
+            to an eleventh of a head's channels saturate at code 3 of 7. Up to 320 channels that
+            never takes fewer bytes than 3 bits each, and as many where 32 divides the channels:
+            there prefer those.
 
     Raises:
         OptionError: if a field has a value that is not allowed.
@@ -85,6 +89,7 @@ class Codec:
     outliers: int = 0
     table: tuple[float, ...] | None = None
     qnorm: tuple[float, float] | None = None
+    elevens: bool = False
 
     def __post_init__(self) -> None:
         if all(getattr(self, f.name) == f.default for f in fields(self) if f.name != "axis"):
@@ -109,6 +114,11 @@ class Codec:
             raise OptionError(
                 f"slots={self.slots!r} is not supported at bits={self.bits!r}; allowed: False, and "
                 "True at bits=1.5."
+            )
+        if not isinstance(self.elevens, bool) or (self.elevens and (self.bits != 3 or self.table)):
+            raise OptionError(
+                f"elevens={self.elevens!r} is not supported at bits={self.bits!r}; allowed: False, "
+                "and True at bits=3 without a table."
             )
         self._check_groups()
         self._check_outliers()
@@ -213,6 +223,8 @@ class Codec:
     @property
     def word_bits(self) -> float:
         """The layout of the words, by its bits, see `kvpass.cache.words`."""
+        if self.elevens:
+            return ELEVENTHS
         return 2 if self.slots else self.bits
 
     @property
@@ -229,7 +241,7 @@ class Codec:
         if self.identity:
             return "fp"
         kind = "int" if self.table is None else "nuq"
-        text = f"{kind}{self.bits}.{self.axis}{self.group}"
+        text = f"{kind}{self.bits}{'x11' * self.elevens}.{self.axis}{self.group}"
         text += ".slots" * self.slots + ".pairs" * self.pairs
         if self.sizes is not None:
             text += f".sizes{_listed(self.sizes)}"
@@ -263,7 +275,8 @@ class Codec:
             table, qnorm = (_floats(match[n]) if match[n] else None for n in ("table", "qnorm"))
             pair = None if qnorm is None else (qnorm[0], qnorm[1])
             if (match["kind"] == "nuq") == (table is not None):
-                return Codec(bits, axis, int(match["group"]), clip, params, *more, table, pair)
+                more = (*more, table, pair, bool(match["elevens"]))
+                return Codec(bits, axis, int(match["group"]), clip, params, *more)
         raise OptionError(
             f"Codec {text!r} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
             "'int4.token32'."

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvpass.cache.words import saturated
+
 if TYPE_CHECKING:
     from kvpass.cache.codec import Codec
 
@@ -37,10 +39,11 @@ def quantized(codec: Codec, x: Tensor, params: Tensor | None) -> Quantized:
     """Quantizes ``x`` ``[B, H, T, D]``; ``params`` are those of an offline codec."""
     x = x.float()
     params, outliers = _ranges(codec, x, params)
-    codes = _nearest(codec, codec.groups.split(x), *_spread(codec, params, x))
+    codes = _nearest(codec, codec.groups.split(x), *_spread(codec, params, x)).reshape(x.shape)
+    codes = saturated(codes, codec.word_bits)
     if codec.axis == "token":
         params = params.transpose(2, 3)
-    return Quantized(codes.reshape(x.shape), params.contiguous(), outliers)
+    return Quantized(codes, params.contiguous(), outliers)
 
 
 def normalized(codec: Codec, x: Tensor, params: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -229,7 +229,8 @@ class PackedKV(Tensor):
         plan, slots = self.plan, self.window.shape[2]
         if plan.residency.fraction:
             after = self.written + new - plan.sinks
-            if plan.slots(after) > slots:
+            # What a pivotal ratio needs beyond that is spare here.
+            if plan.slots(after) - MAX_STEP > slots:
                 self.grow_window(plan.slots(after + after // 4))
         elif plan.residency.pivotal and (new > MAX_STEP or slots > plan.ring):
             *_, packed, total = row_ends(self.ends)

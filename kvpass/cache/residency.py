@@ -267,8 +267,8 @@ class TensorPlan:
         """Slots of the exact window: what it can hold, and room for one step (0 for ``fp``).
 
         Args:
-            tokens: of which a ratio stays exact; may be symbolic. With a pivotal ratio also the
-                room for what the next steps leave, which a failed step must not overwrite.
+            tokens: of which a ratio stays exact; may be symbolic. Room for one step more is then
+                included: a failed one must not overwrite what a pivotal ratio has made it pack.
         """
         if self.codec.identity:
             return 0

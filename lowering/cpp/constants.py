@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpass.cache.codec import Codec
 from kvpass.cache.residency import TensorPlan
 from kvpass.cache.rope import Rope
+from kvpass.cache.words import ELEVENTHS
 from lowering.layouts import (
     decline_calibrated,
     decline_filter,
@@ -26,7 +27,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 _STATE = struct.Struct("4P3q")
 # Planes and C++ formats of words that do not hold one run of bits per code, by the bits of a code.
-_FORMATS = {1.5: (10, "Trits"), 3: (16, "ThreeBits")}
+_FORMATS = {1.5: (10, "Trits"), ELEVENTHS: (11, "Elevens"), 3: (16, "ThreeBits")}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Constants:
         name: the printed plan, without how many tokens it keeps or has room for, and without
             factors of clipping and levels: kernels are told at run time.
         dim: channels of a head.
-        bits: of a code in its words; 1.5 for base 3, 16 for tokens stored as they are.
+        bits: of a code in its words; 1.5 for base 3, `ELEVENTHS`, 16 for tokens stored as they are.
         group: tokens or channels that share a scale; 0 for 16 bits.
         by_token: groups are channels of one token, not tokens of one channel.
         window, flush: see `kvpass.cache.residency.Residency`.

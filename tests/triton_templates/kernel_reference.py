@@ -47,7 +47,7 @@ def live_slots(state: list[Tensor], plan: str, new: int = 0) -> tuple[Tensor, Te
     first = max(total - p.visible(total, new), min(p.sinks, total))
     slots = (torch.arange(first, max(first, packed)) - p.sinks) % state[0].shape[2]
     exact = torch.arange(max(first, packed), total)
-    return slots, exact % p.ring if p.ring else exact
+    return slots, exact if p.codec.identity else exact % state[2].shape[2]
 
 
 def poison(state: list[Tensor], plan: str, new: int = 0) -> list[Tensor]:
@@ -64,7 +64,7 @@ def poison(state: list[Tensor], plan: str, new: int = 0) -> list[Tensor]:
         state[1][:, :, dead.view(-1, p.codec.group).all(1)] = NAN_PARAMS[state[1].dtype]
     else:
         state[1][..., dead] = NAN_PARAMS[state[1].dtype]
-    unused = torch.ones(p.ring, dtype=torch.bool)
+    unused = torch.ones(state[2].shape[2], dtype=torch.bool)
     unused[exact] = False
     state[2][:, :, unused] = float("nan")
     if p.sinks:
