@@ -97,7 +97,7 @@ def test_the_pivotal_context_collapses_and_a_fraction_does_not():
     assert exact == {"pivotal": [416, 65, 34, 35, 4], "fraction": [416, 417, 418, 419, 420]}
 
 
-@given(plans(), SEEDS, st.lists(st.sampled_from([1, 1, 3, 16, 17, 40, "crop", "batch"])))
+@given(plans(), SEEDS, st.lists(st.sampled_from([1, 1, 3, 16, 17, 40, "crop", "batch"]), max_size=8))
 @settings(max_examples=60)
 def test_a_cache_is_the_oracles(plan, seed, actions):
     """Prompts and steps, crops and joined batches, in poisoned memory."""
@@ -109,8 +109,8 @@ def test_a_cache_is_the_oracles(plan, seed, actions):
         for action in actions:
             total = handle.shape[2]
             if action == "crop":
-                handle = handle[:, :, : total - 7 * (total > 20)]
-                oracle.crop(handle.shape[2])
+                handle = handle[:, :, : total - 7]
+                oracle.crop(-7)
             elif action == "batch":
                 grown = handle.clone()
                 grown.grow_window(handle.window.shape[2] + 9)
