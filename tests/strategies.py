@@ -48,6 +48,7 @@ def codecs(draw, head_dim: int, groups=(2, 4, 8, 16, 24, 32)):
         clip=draw(st.sampled_from([1.0, 1.0, 0.92, 0.5])),
         params=draw(st.sampled_from(["half", "half", "fp8"])),
         slots=bits == 1.5 and draw(st.booleans()),
+        elevens=bits == 3 and draw(st.booleans()),
     )
 
 

@@ -430,7 +430,7 @@ def test_nbytes_is_the_sum_of_the_formula(plan, batch, tokens):
     if codec.identity:
         expected = rows * capacity * 80 * 4 + batch * 4
     else:
-        codes = rows * capacity * (16 if codec.word_bits == 1.5 else 10 * codec.word_bits)
+        codes = rows * capacity * 2 * codec.words(80)
         params = rows * capacity * 80 // codec.group * (2 if codec.params == "fp8" else 4)
         exact = rows * (plan.ring + plan.sinks) * 80 * 4
         expected = codes + params + exact + batch * len(plan.segments) * 4

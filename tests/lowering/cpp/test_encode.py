@@ -32,6 +32,8 @@ PLANS = (
     "int2.token16.fp8.clip0.92,1.0,0.5,0.7,0.8,0.9,0.6,1.0,0.95,0.55/sinks=5,window=7,flush=2",
     "int4.channel24/sinks=50,window=3,flush=24",
     "int2.token16.pairs.fp8/window=7,flush=1",
+    "int3x11.channel24/window=0,flush=24",
+    "int3x11.token40.fp8.clip0.92/window=7,flush=2",
 )
 # Of each kind one, for other dtypes and for CPUs with other vectors: every variant is compiled.
 KINDS = ("fp", PLANS[2], PLANS[13], PLANS[14])
@@ -51,7 +53,7 @@ def tokens_like(n, seed, dtype, dim=80):
     return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize("plan", PLANS[-3:-1])
+@pytest.mark.parametrize("plan", PLANS[14:16])
 def test_sinks_are_filled_in_steps(plan):
     for prompt, *steps in ((1, 1, 1, 2, 1, 1), (3, 16, 16, 16, 16, 1), (4, 130, 1), (49, 1, 1)):
         x = tokens_like(prompt, 1, torch.float32)
@@ -124,9 +126,9 @@ def check_exact(plan, dtype):
         assert_close(decoded, reference_unpack(got, tokens, plan, dtype), rtol=ulp, atol=ulp)
 
 
-@pytest.mark.parametrize("dim", [16, 64, 128])
-def test_base_3_where_the_last_plane_is_not_full(dim):
-    plan = "int1.5.token16/window=0,flush=1"
+@pytest.mark.parametrize(("bits", "dim"), [(1.5, 16), (1.5, 64), (1.5, 128), ("3x11", 64)])
+def test_the_last_plane_is_not_full(bits, dim):
+    plan = f"int{bits}.token16/window=0,flush=1"
     x = tokens_like(40, 1, torch.float32, dim)
     got, wanted = pack.pack(x, plan), reference_pack(x, plan)
     same(got, wanted, plan)
