@@ -70,9 +70,9 @@ class Codec:
         table: where the levels lie, of a range from -1 to 1, in rising order.
         qnorm: factor and offset of the levels when they are decoded (Q-Norm, KVQuant, section 3.5).
         elevens: 11 codes of 3 bits share 32 bits, the last of which has 2 (KVmix; ``int3x11``): up
-            to an eleventh of a head's channels saturate at code 3 of 7. Up to 320 channels that
-            never takes fewer bytes than 3 bits each, and as many where 32 divides the channels:
-            there prefer those.
+            to an eleventh of a head's channels saturate at code 3 of 7. Prefer 3 bits each: heads
+            of 64, 96, 128, 192 or 256 channels take as many bytes with less error, those of 80 or
+            112 fewer. From 176 on some take fewer so (64 instead of 66).
 
     Raises:
         OptionError: if a field has a value that is not allowed.
@@ -275,8 +275,8 @@ class Codec:
             table, qnorm = (_floats(match[n]) if match[n] else None for n in ("table", "qnorm"))
             pair = None if qnorm is None else (qnorm[0], qnorm[1])
             if (match["kind"] == "nuq") == (table is not None):
-                more = (*more, table, pair, bool(match["elevens"]))
-                return Codec(bits, axis, int(match["group"]), clip, params, *more)
+                last = (table, pair, bool(match["elevens"]))
+                return Codec(bits, axis, int(match["group"]), clip, params, *more, *last)
         raise OptionError(
             f"Codec {text!r} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
             "'int4.token32'."

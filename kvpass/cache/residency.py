@@ -237,9 +237,9 @@ class TensorPlan:
     def static(self, room: int) -> TensorPlan:
         """This plan for a static cache's buffer of ``room`` tokens.
 
-        Without sinks, filter and ratio, as `sliding`: a static window forgets its first tokens when it is
-        full, and the graph that begins one looks like the graph that begins a buffer which never
-        slides.
+        Without sinks, filter and ratio, as `sliding`: a static window forgets its first tokens when
+        it is full, and the graph that begins one looks like the graph that begins a buffer which
+        never slides.
         """
         return replace(self, residency=self.residency.window_only(), keep=room - 1, room=room)
 

@@ -78,12 +78,7 @@ def unpack_words(words: Tensor, bits: float) -> Tensor:
     if bits == 1.5:
         return _unpack_trits(words)
     if bits == ELEVENTHS:
-        low, high = (half.to(torch.int32) & 0xFFFF for half in words.chunk(2, dim=-1))
-        shifts = torch.arange(0, 33, 3, dtype=torch.int32, device=words.device).unsqueeze(-1)
-        # The copies of the sign bit that plane 10 may have are beyond its two bits.
-        planes = ((high << 16 | low).unsqueeze(-2) >> shifts) & 7
-        planes[..., 10, :] &= 3
-        return planes.flatten(-2).to(torch.float32)
+        return _unpack_elevens(words)
     if bits == 3:
         low = words.shape[-1] // 3 * 2
         return unpack_words(words[..., :low], 2) + 4 * unpack_words(words[..., low:], 1)
@@ -102,6 +97,15 @@ def _pack_elevens(codes: Tensor) -> Tensor:
     for j in range(1, 11):
         whole |= planes[..., j, :] << 3 * j
     return torch.cat([whole, whole >> 16], dim=-1).to(torch.int16)
+
+
+def _unpack_elevens(words: Tensor) -> Tensor:
+    low, high = (half.to(torch.int32) & 0xFFFF for half in words.chunk(2, dim=-1))
+    shifts = torch.arange(0, 33, 3, dtype=torch.int32, device=words.device).unsqueeze(-1)
+    planes = ((high << 16 | low).unsqueeze(-2) >> shifts) & 7
+    # Plane 10 has two bits; above them are copies of the sign.
+    planes[..., 10, :] &= 3
+    return planes.flatten(-2).to(torch.float32)
 
 
 def _pack_trits(codes: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
         The tensors that `TensorPlan.own_names` names: codes ``[B, H, C, W]`` (int16 words, or
         the model's dtype and ``W = D`` for the identity), params int32 or int16 (see
         `kvpass.cache.codec`), window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token
-        ``t`` (``ring`` as `TensorPlan.slots` has it for a prompt ``new``), sinks ``[B, H, S, D]``, the first ``S`` tokens where the plan has sinks, outliers
-        int32 ``[B, C, N]`` of the packed tokens, where the codec has them, kept
-        ``[B, H, N, D]`` and places, int32 ``[B, H, N]``, exact tokens and their positions (-1:
-        none) where it has a filter, and ends,
+        ``t`` (for how many, see `TensorPlan.slots`), sinks ``[B, H, S, D]``, the first ``S`` tokens
+        where the plan has sinks, outliers int32 ``[B, C, N]`` of the packed tokens, where the codec
+        has them, kept ``[B, H, N, D]`` and places, int32 ``[B, H, N]``, exact tokens and their
+        positions (-1: none) where it has a filter, and ends,
         int32 ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
         ``ends[i-1] ... ends[i]``, packed token ``t`` at slot ``(t - S) % C`` (``t - S`` itself,
         unless a window slides).

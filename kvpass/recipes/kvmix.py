@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from kvpass.cache.codec import Codec
+from kvpass.cache.residency import Residency, TensorPlan
 from kvpass.calibration.importance import means
 from kvpass.calibration.seen import STORED, Pass, Stored, layer_dims, layer_shapes
 from kvpass.errors import OptionError
@@ -14,6 +16,8 @@ from kvpass.recipes.base import CalibratedRecipe
 from kvpass.recipes.kivi import Kivi
 
 _BITS = (1, 2, 3, 4, 8)
+_EXACT = ("window", "pivotal", "fraction")
+_PACKINGS = ("3-bit", "11-per-int32")
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,22 @@ class Kvmix(CalibratedRecipe):
     The layers with the largest gradients of ``W_k`` get more bits for their keys, those with the
     largest of ``W_v`` for their values (section 3.2).
 
+    Of the recent tokens either a fixed number stays exact, as KIVI's, or a ratio, by the layer's
+    importance ("Dynamic Pivotal Context Selection"); then whole groups of others are packed.
+
     Attributes:
         key_bits, value_bits: of most layers.
         more_key_bits, more_value_bits: of the important ones.
         share: of the layers that are important.
         group: as KIVI's.
-        residual: tokens that stay exact, as KIVI's.
+        exact: which tokens stay so: those of a "window"; a "pivotal" ratio of the exact ones at
+            each step, as the paper's rule is written, which soon leaves a few; or a "fraction" of
+            all, as its text promises. See `kvpass.cache.residency.Residency`.
+        residual: tokens of the window, as KIVI's.
+        ratio, more_ratio: of the tokens that stay exact, in most and in the important layers.
+        packing: of 3 bits: "3-bit", which loses nothing, or "11-per-int32", as the paper has it.
+            Heads of 64 and 128 channels take as many bytes either way, and the error of the latter
+            is larger: it is there to be compared (`python -m examples.kvmix_parts`).
     """
 
     key_bits: int = 2
@@ -38,6 +52,10 @@ class Kvmix(CalibratedRecipe):
     share: float = 0.25
     group: int | None = None
     residual: int = 128
+    exact: Literal["window", "pivotal", "fraction"] = "window"
+    ratio: float = 0.1
+    more_ratio: float = 0.2
+    packing: Literal["3-bit", "11-per-int32"] = "3-bit"
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits", "more_key_bits", "more_value_bits"):
@@ -49,6 +67,18 @@ class Kvmix(CalibratedRecipe):
         number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
         if not number or not 0 <= self.share <= 1:
             raise OptionError(f"share={self.share!r} is not supported; allowed: from 0 to 1.")
+        for name, allowed in (("exact", _EXACT), ("packing", _PACKINGS)):
+            choice: Any = getattr(self, name)
+            if choice not in allowed:
+                options = ", ".join(map(repr, allowed))
+                raise OptionError(f"{name}={choice!r} is not supported; allowed: {options}.")
+        for name in ("ratio", "more_ratio"):
+            ratio: Any = getattr(self, name)
+            if type(ratio) is not float or not 0 < ratio < 1 or round(ratio, 3) != ratio:
+                raise OptionError(
+                    f"{name}={ratio!r} is not supported; allowed: from 0.001 to 0.999, in steps of "
+                    "0.001."
+                )
         # Group and residual are KIVI's to check.
         _ = self._base
 
@@ -72,15 +102,27 @@ class Kvmix(CalibratedRecipe):
         layers = {}
         for path, (key_dim, value_dim) in dims.items():
             plan = self._base.layer_plan(path, key_dim, value_dim)
-            keys = self.more_key_bits if path in best["keys"] else self.key_bits
-            values = self.more_value_bits if path in best["values"] else self.value_bits
-            k, v = (replace(p.codec, bits=b) for p, b in ((plan.keys, keys), (plan.values, values)))
+            important = [path in best[kind] for kind in STORED]
+            keys = self.more_key_bits if important[0] else self.key_bits
+            values = self.more_value_bits if important[1] else self.value_bits
             layers[path] = replace(
-                plan, keys=replace(plan.keys, codec=k), values=replace(plan.values, codec=v)
+                plan,
+                keys=self._stored(plan.keys, keys, important[0]),
+                values=self._stored(plan.values, values, important[1]),
             )
             layers[path].check(path, key_dim, value_dim)
         unknown = replace(self._base.layer_plan("*", 128, 128).values, codec=Codec(4, "token", 32))
         return Plan(LayerPlan(unknown, unknown), layers, self.name)
+
+    def _stored(self, plan: TensorPlan, bits: int, important: bool) -> TensorPlan:
+        codec, residency = plan.codec, plan.residency
+        elevens = bits == 3 and self.packing == "11-per-int32"
+        if self.exact != "window":
+            ratio = self.more_ratio if important else self.ratio
+            by_rule = {"pivotal": (ratio, 0.0), "fraction": (0.0, ratio)}
+            pivotal, fraction = by_rule[self.exact]
+            residency = Residency(flush=codec.group, pivotal=pivotal, fraction=fraction)
+        return TensorPlan(replace(codec, bits=bits, elevens=elevens), residency)
 
     def _best(
         self, importance: dict[tuple[str, Stored], float], kind: Stored, layers: list[str]

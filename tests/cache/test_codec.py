@@ -262,7 +262,11 @@ def test_rounding_saturates():
     assert fp8.float().tolist() == [448.0, -448.0, 448.0, 448.0, -448.0, 1.0]
 
 
-@given(CODECS.map(lambda c: replace(c, clip=1.0, params="half", elevens=False)), st.integers(-45, -8), SEEDS)
+@given(
+    CODECS.map(lambda c: replace(c, clip=1.0, params="half", elevens=False)),
+    st.integers(-45, -8),
+    SEEDS,
+)
 def test_ranges_below_the_least_scale_decode_to_the_minimum(codec, exponent, seed):
     d = fitting_dim(codec)
     x = randn(1, 1, codec.token_group, d, seed=seed) * 10.0**exponent

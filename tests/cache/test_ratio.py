@@ -1,4 +1,4 @@
-"""A ratio of the tokens stays exact: which they are, room for them, and what a cache makes of it."""
+"""A ratio of the tokens stays exact: which they are, room for them, what a cache makes of it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def test_the_pivotal_context_collapses_and_a_fraction_does_not():
     assert exact == {"pivotal": [416, 65, 34, 35, 4], "fraction": [416, 417, 418, 419, 420]}
 
 
-@given(plans(), SEEDS, st.lists(st.sampled_from([1, 1, 3, 16, 17, 40, "crop", "batch"]), max_size=8))
+@given(
+    plans(), SEEDS, st.lists(st.sampled_from([1, 1, 3, 16, 17, 40, "crop", "batch"]), max_size=8)
+)
 @settings(max_examples=60)
 def test_a_cache_is_the_oracles(plan, seed, actions):
     """Prompts and steps, crops and joined batches, in poisoned memory."""

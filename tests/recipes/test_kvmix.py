@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpass import LayerPlan, calibrate, importance, oracle_cache, recipe
+from kvpass.calibration.seen import STORED
 from kvpass.errors import OptionError, PlanError
 from kvpass.recipes import Auto
 from tests.harness import compiled, run_steps
@@ -43,14 +44,32 @@ def test_names() -> None:
     assert recipe("kvmix", share=0.5).name == "kvmix"
 
 
-@pytest.mark.parametrize("name", ["kvmix", "auto"])
+def test_ratios_and_packing_by_importance() -> None:
+    """Of keys and values apart; groups of both are packed whole."""
+    model = tiny_model("llama", layers=2)
+    fields = {"share": 0.5, "group": 8, "exact": "pivotal", "packing": "11-per-int32"}
+    plan = calibrate(model, "kvmix", TEXTS, progress=False, **fields)
+    keys, values = (sorted(str(getattr(p, k)) for p in plan.layers.values()) for k in STORED)
+    assert keys == [
+        "int2.channel8/window=0,flush=8,pivotal=0.1",
+        "int3x11.channel8/window=0,flush=8,pivotal=0.2",
+    ]
+    assert values == [
+        "int2.token8/window=0,flush=8,pivotal=0.1",
+        "int4.token8/window=0,flush=8,pivotal=0.2",
+    ]
+
+
+@pytest.mark.parametrize("name", ["kvmix", "kvmix as written", "auto"])
 def test_different_codecs_in_one_graph_equal_the_oracle(name: str) -> None:
     model = tiny_model("llama", layers=2)
-    if name == "kvmix":
-        fields = {"share": 0.5, "group": 8, "residual": 8}
-    else:
-        fields = {"budget": 4.2, "window": 16, "sinks": 2}
-    plan = calibrate(model, name, TEXTS, progress=False, **fields)
+    fields = {
+        "kvmix": {"share": 0.5, "group": 8, "residual": 8},
+        "kvmix as written": {"share": 0.5, "group": 8, "exact": "pivotal", "ratio": 0.5,
+                             "packing": "11-per-int32", "more_value_bits": 3},
+        "auto": {"budget": 4.2, "window": 16, "sinks": 2},
+    }[name]  # fmt: skip
+    plan = calibrate(model, name.split()[0], TEXTS, progress=False, **fields)
     assert len({codecs(p) for p in plan.layers.values()}) > 1
     ids, steps = prompt(1, 60), [40] + [1] * 20
     got, _ = run_steps(compiled(model, plan, strict=True), ids, steps)
@@ -71,8 +90,11 @@ def test_auto_keeps_its_budget() -> None:
     ({"share": 1.5}, "share=1.5 is not supported; allowed: from 0 to 1"),
     ({"key_bits": 5}, "key_bits=5 is not supported; allowed: 1, 2, 3, 4, 8"),
     ({"residual": 0}, "residual=0"),
+    ({"exact": "all"}, "exact='all' is not supported; allowed: 'window', 'pivotal', 'fraction'"),
+    ({"ratio": 1.0}, "ratio=1.0 is not supported; allowed: from 0.001 to 0.999"),
+    ({"packing": 3}, "packing=3 is not supported; allowed: '3-bit', '11-per-int32'"),
 ])  # fmt: skip
-def test_options(fields: dict[str, float], match: str) -> None:
+def test_options(fields: dict[str, object], match: str) -> None:
     with pytest.raises(OptionError, match=match):
         recipe("kvmix", **fields)
 

@@ -57,6 +57,7 @@ CODECS = [
     ("int1.5.token32.fp8/window=32,flush=1", "int1.5.token64/window=32,flush=1"),
     ("int1.5.channel24/window=0,flush=48", "int1.5.token16/window=0,flush=1"),
     ("int2.token32.pairs.fp8/window=32,flush=1", "int4.token16.pairs/window=16,flush=1"),
+    ("int3x11.channel24/window=0,flush=48", "int3x11.token16.fp8/window=32,flush=1"),
 ]
 
 
