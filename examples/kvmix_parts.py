@@ -1,7 +1,7 @@
 """What two parts of KVmix are worth on the small model: which tokens stay exact, and how 3 bits
 are packed.
 
-    python -m examples.kvmix_parts                 # about 6 minutes on 2 cores
+    python -m examples.kvmix_parts                 # about 3 minutes on 2 cores
 
 Calibrates and measures as `examples.skvq_ablation` does.
 """

@@ -162,7 +162,7 @@ def decline_codec(plan: str) -> str | None:
     if codec.pairs:
         return f"pairs of {codec} are not supported"
     if codec.elevens:
-        return f"11 codes in 32 bits of {codec} are not supported; the kernels take 3 bits each"
+        return f"11 codes in 32 bits of {codec} are not supported"
     if codec.word_bits == 1.5:
         return f"base 3 of {codec} is not supported; the kernels take its three levels in slots"
     return None

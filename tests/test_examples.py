@@ -11,6 +11,7 @@ from examples import (
     add_a_filter,
     add_a_rule,
     allocation,
+    kvmix_parts,
     kvquant_ladder,
     plot_peak_memory,
     quickstart,
@@ -103,6 +104,20 @@ def test_peaks_are_those_of_the_process() -> None:
     assert peak - before > 60 * 2**20
     plot_peak_memory.forget_peak()
     assert plot_peak_memory.resident("VmHWM") < peak - 50 * 2**20
+
+
+def test_the_parts_of_kvmix_are_counted_and_measured() -> None:
+    names, fields = zip(*kvmix_parts.residencies([0.1]), strict=True)
+    assert names == ("window 32", "window 128", "pivotal 10%", "fraction 10%")
+    for options in fields:
+        assert kvpass.recipe("kvmix", **options).calibrated
+    tensors = (f"int2.channel32/window=0,flush=32,{rule}=0.1" for rule in ("pivotal", "fraction"))
+    held = [kvmix_parts.exact_tokens(kvpass.TensorPlan.parse(t), 4096, 3) for t in tensors]
+    assert held == [(416, 35), (416, 419)]
+    x = torch.randn(100, 160, generator=torch.Generator().manual_seed(0))
+    whole, elevens = (kvpass.Codec(3, "token", 32, elevens=e) for e in (False, True))
+    errors = [kvmix_parts.relative_error(x, codec, 64) for codec in (whole, elevens)]
+    assert 0.05 < errors[0] < errors[1] < 0.5
 
 
 def test_bits_of_a_plan_are_a_mean_over_its_layers() -> None:

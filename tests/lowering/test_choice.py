@@ -61,6 +61,16 @@ def decode_graph(mode, device="cuda", *, groups=4, dim=64, new_tokens=1, plans=(
             "base 3 of int1.5.token64 is not supported; the kernels take its three levels in slots",
             "base 3 of int1.5.token64 is not supported; the kernels take its three levels in slots",
         ),
+        (
+            "int3x11.token64/window=0,flush=1",
+            "11 codes in 32 bits of int3x11.token64 are not supported",
+            "11 codes in 32 bits of int3x11.token64 are not supported",
+        ),
+        (
+            "int2.token64/window=0,flush=1,pivotal=0.1",
+            "the window of int2.token64/window=0,flush=1,pivotal=0.1 grows with the context",
+            "the window of int2.token64/window=0,flush=1,pivotal=0.1 grows with the context",
+        ),
     ],
     ids=str,
 )

@@ -13,7 +13,6 @@ from kvpass.ops.append import append as reference_append
 from kvpass.ops.attention import attention as reference_attention
 from kvpass.ops.pack import pack as reference_pack
 from lowering.cpp import append, attention, pack, unpack
-from lowering.layouts import decline_codec
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates.kernel_reference import keys_like, poison, relative_error, written
 
@@ -57,8 +56,3 @@ def test_steps_and_prompts(rule):
     for handle, plan in zip(got, plans, strict=True):
         decoded = unpack.unpack(handle.state, tokens, plan, torch.float32)
         assert_close(decoded, handle.decode(), rtol=1e-6, atol=1e-6)
-
-
-def test_triton_declines():
-    plan = "int4.token16/window=0,flush=1,fraction=0.1"
-    assert decline_codec(plan) == f"the window of {plan} grows with the context"
