@@ -157,7 +157,7 @@ def decline_codec(plan: str) -> str | None:
     codec = p.codec
     if reason := _decline_rope(p) or decline_groups(codec) or decline_filter(plan):
         return reason
-    if p.residency.grows:
+    if p.grows:
         return f"the window of {plan} grows with the context"
     if codec.pairs:
         return f"pairs of {codec} are not supported"

@@ -302,7 +302,7 @@ def _cat_batch(tensors: Sequence[Tensor]) -> Any:
 def _with_room(x: PackedKV, room: int, ring: int) -> PackedKV:
     result: PackedKV = clone(x)
     result.grow(room)
-    if x.plan.residency.grows:
+    if x.plan.grows:
         result.grow_window(ring)
     return result
 

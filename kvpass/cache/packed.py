@@ -298,7 +298,7 @@ class PackedKV(Tensor):
         mark_dynamic(self, 2)
         for name, dim in native.token_dims(self.plan).items():
             mark_dynamic(getattr(self, name), dim)
-        if not self.plan.codec.identity and self.plan.residency.grows:
+        if self.plan.grows:
             mark_dynamic(self.window, 2)
         if self.plan.rope is not None:
             mark_dynamic(self.rotary, 1)

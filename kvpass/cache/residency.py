@@ -26,7 +26,8 @@ TILE = 128
 
 _PLAN = re.compile(
     r"(?P<codec>[^/]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+)"
-    r"(,pivotal=(?P<pivotal>0\.\d+))?(,fraction=(?P<fraction>0\.\d+))?(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
+    r"(,pivotal=(?P<pivotal>0\.\d+))?(,fraction=(?P<fraction>0\.\d+))?"
+    r"(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
     r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?(/rope=(?P<rope>\w+-\d+))?"
 )
 
@@ -173,7 +174,7 @@ class TensorPlan:
                 f"sinks={self.sinks} and kept={self.kept} cannot stay where only {self.keep} "
                 "tokens do."
             )
-        if self.keep is not None and self.residency.grows:
+        if self.keep is not None and self.grows:
             raise PlanError(f"No ratio of the tokens can stay exact where only {self.keep} stay.")
         if self.residency.flush % self.codec.token_group:
             raise PlanError(
@@ -259,6 +260,11 @@ class TensorPlan:
         return 0 if self.codec.identity else self.residency.kept
 
     @property
+    def grows(self) -> bool:
+        """The exact window has more slots for longer contexts (never for ``fp``)."""
+        return self.residency.grows and not self.codec.identity
+
+    @property
     def ring(self) -> int:
         """Slots of the exact window (0 for ``fp``); if a ratio stays exact, the least number."""
         return self.slots(0)
@@ -273,7 +279,7 @@ class TensorPlan:
         if self.codec.identity:
             return 0
         window, flush = self.residency.window, self.residency.flush
-        if self.residency.grows:
+        if self.grows:
             # Where (1 - ratio) of the tokens are a flush and a step, steps leave no more of them.
             numerator, denominator = self.residency.ratio
             settled = -(-(flush + MAX_STEP) * denominator // (denominator - numerator))
@@ -287,7 +293,7 @@ class TensorPlan:
         if self.codec.identity:
             return (packed,)
         sinks = (Segment(FP, self.sinks),) if self.sinks else ()
-        return (*sinks, packed, Segment(FP, None if self.residency.grows else self.ring))
+        return (*sinks, packed, Segment(FP, None if self.grows else self.ring))
 
     @cached_property
     def state_names(self) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
         residency.window, residency.flush, p.ring, p.keep is not None,
         codec.levels, codec.params == "fp8", encodes and codec.clip != 1, p.sinks, codec.pairs,
         codec.groups.joined_heads(dim), table is not None, codec.outliers,
-        None if encodes else p.rope, residency.ratio if residency.grows else None,
+        None if encodes else p.rope, residency.ratio if p.grows else None,
         residency.pivotal > 0,
     )  # fmt: skip
 
@@ -278,7 +278,7 @@ def state_argument(state: Sequence[Tensor], plan: str) -> bytes:
 
 def ring_argument(state: Sequence[Tensor], plan: str) -> bytes:
     """The slots of the exact window, where a ratio of the tokens stays exact."""
-    return struct.pack("q", state[2].shape[2]) if TensorPlan.parse(plan).residency.grows else b""
+    return struct.pack("q", state[2].shape[2]) if TensorPlan.parse(plan).grows else b""
 
 
 def pointers(state: Sequence[Tensor], plan: str) -> tuple[int, int, int, int]:
