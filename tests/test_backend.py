@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 import kvpass
 import kvpass.backend
 import kvpass.rules
-from kvpass import LayerPlan, PackedKV, Plan, TensorPlan, explain, oracle_cache, recipe
+from kvpass import PackedKV, explain, recipe
 from kvpass._torch import compile_inductor
 from kvpass.errors import OptionError, PlanError, StaleHandleError, UnmatchedGraphError
 from tests.harness import compiled, oracle, run_steps
@@ -141,7 +141,6 @@ class BrokenError(Exception):
         ("llama", "kivi-2bit", 40),
         ("mistral", "fp", 1),
         ("mistral", "kivi-2bit", 16),
-        ("llama", "pivotal", 1),
     ],
 )
 def test_a_failed_step_leaves_the_cache_as_it_was(
@@ -149,14 +148,9 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
 ) -> None:
     """The inner graph breaks after some layers have been extended; a retry answers as if not.
 
-    In the ring of a sliding window new tokens take the place of old ones. A pivotal ratio would be
-    applied once more.
+    In the ring of a sliding window new tokens take the place of old ones.
     """
-    model = tiny_model(family)
-    chosen = (KIVI if name != "fp" else recipe("fp")).plan(model.config)
-    if name == "pivotal":
-        tensor = TensorPlan.parse("int2.token8/window=0,flush=1,pivotal=0.6")
-        chosen = Plan(LayerPlan(tensor, tensor))
+    chosen = KIVI if name != "fp" else recipe("fp")
     armed = [False]
     compile_inner = kvpass.backend.compile_inner
 
@@ -175,10 +169,11 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
         return lambda *args: Interrupted(module).run(*args)
 
     monkeypatch.setattr(kvpass.backend, "compile_inner", breaking)
+    model = tiny_model(family)
     twin = compiled(model, chosen)
     steps = [64, 1, 1, step, 1]
     ids = prompt(1, sum(steps))
-    wanted, _ = run_steps(model, ids, steps, None, oracle_cache(chosen, model.config))
+    wanted, _ = run_steps(model, ids, steps, None, oracle(model, chosen))
     _, cache = run_steps(twin, ids[:, :66], steps[:3])
     armed[0] = True
     with pytest.raises(BrokenError):

@@ -18,6 +18,7 @@ from kvpass.ops import logical
 from kvpass.ops.append import row_ends
 from kvpass.oracle import OracleLayer
 from kvpass.plan import LayerPlan, Plan
+from kvpass.runtime import _restore, _save
 from tests.harness import compiled, graphs_compiled, run_steps
 from tests.models import prompt, tiny_model
 from tests.strategies import SEEDS, poisoned, randn, steps
@@ -79,6 +80,23 @@ def test_what_is_packed_is_what_the_rule_says(plan, lengths):
         assert (packed, total) == (wanted[i], start + n)
         assert total - packed + MAX_STEP * (plan.residency.pivotal > 0) <= handle.window.shape[2]
         assert torch.equal(handle.decode()[:, :, packed:], x[:, :, packed : start + n])
+
+
+# After a failed step of a pivotal ratio, which a retry would apply once more, all is as before.
+@given(plans().filter(lambda plan: plan.residency.pivotal), steps(), st.integers(1, MAX_STEP))
+def test_a_failed_step_leaves_no_trace(plan, lengths, new):
+    x = randn(1, 1, sum(lengths), 16)
+    handle = logical.append(None, x[:, :, : lengths[0]], str(plan))
+    for i, n in enumerate(lengths[1:], 1):
+        start = sum(lengths[:i])
+        handle = torch.cat([handle, x[:, :, start : start + n]], 2)
+    handle.reserve(new)
+    before, ends = handle.decode(), handle.ends.clone()
+    saved = _save(handle, new)
+    torch.ops.kvpass.append(handle.state, randn(1, 1, new, 16, seed=1), str(plan))
+    _restore(handle, saved)
+    assert torch.equal(handle.ends, ends)
+    assert torch.equal(handle.decode(), before)
 
 
 def test_the_pivotal_context_collapses_and_a_fraction_does_not():
