@@ -7,28 +7,39 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.rope import Rope
 from lowering.codegen import load_kernels
 from lowering.heuristics import encode_tokens
 from lowering.launch import launch
 from lowering.layouts import (
     clip_factor,
     decline_device,
+    decline_dtype,
     decline_encoding,
     decline_state,
     encoded_heads,
     layout_of,
+    row_stride,
     stored,
     symbolic,
 )
 
 
-def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
+def supports(
+    state: Sequence[Tensor],
+    new: Tensor,
+    plan: str,
+    rows: Tensor | None = None,
+    rope: str | None = None,
+) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::append``, or None."""
     if symbolic(new.shape[2]):
         return "the number of new tokens is symbolic"
     if new.shape[2] > MAX_STEP:
         return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
     plan = str(stored(TensorPlan.parse(plan)))
+    if rows is not None and (reason := decline_dtype(rows, "a row of cosines and sines")):
+        return reason
     return (
         decline_device(new)
         or decline_encoding(plan, int(new.shape[3]))
@@ -36,17 +47,30 @@ def supports(state: Sequence[Tensor], new: Tensor, plan: str) -> str | None:
     )
 
 
-def append(state: list[Tensor], new: Tensor, plan: str) -> None:
+def append(
+    state: list[Tensor],
+    new: Tensor,
+    plan: str,
+    rows: Tensor | None = None,
+    rope: str | None = None,
+) -> None:
     """As `kvpass.ops.append.append`, for arguments that `supports` takes."""
     batch, heads, steps, head_dim = new.shape
     p = stored(TensorPlan.parse(plan))
     layout = layout_of(str(p), head_dim)
-    kernels = load_kernels("append", layout=layout)
     sizes = {"NEW": steps, "WINDOW": p.residency.window, "FLUSH": p.residency.flush}
     padded = 1 << (steps - 1).bit_length()
     if new.stride(3) != 1:
         new = new.contiguous()
-    arguments = (*state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2))
+    arguments = [*state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2)]
+    if rows is None or rope is None:
+        kernels = load_kernels("append", layout=layout)
+    else:
+        r = Rope.parse(rope)
+        turned = (r.start, r.stop, r.kind == "neighbours")
+        kernels = load_kernels("append", layout=layout, rope=turned)
+        rows = rows.contiguous()
+        arguments += [rows, row_stride(rows), rows.stride(1)]
     if layout.whole_tokens:
         together = encoded_heads(layout, heads)
         launch(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
+from kvpass.cache.rope import Rope
 from kvpass.errors import KernelError
 from kvpass.ops.pack import pack_fake
 from kvpass.ops.rotary import pack_rotary_fake
@@ -47,7 +48,7 @@ def layer_launches(
         KernelError: if a kernel declines these arguments.
     """
     with record_launches() as launches:
-        keys = _state(k_plan, key_dim, dtype)
+        keys = _state(k_plan, key_dim, dtype, turned=True)
         values = _state(v_plan, value_dim, dtype)
         heads = KV_HEADS * heads_per_group
         q = keys[0].new_empty(1, heads, 1, key_dim, dtype=dtype)
@@ -58,15 +59,17 @@ def layer_launches(
     return launches
 
 
-def _state(plan: str, dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """The state after a prompt and a decode step; their kernels and that of `unpack` are
-    recorded."""
+def _state(plan: str, dim: int, dtype: torch.dtype, turned: bool = False) -> list[Tensor]:
+    """The state after a prompt and a decode step, whose token is ``turned`` when it is stored or
+    read; their kernels and that of `unpack` are recorded."""
     x = torch.empty(1, KV_HEADS, _TOKENS, dim, dtype=dtype, device="cuda")
     p = TensorPlan.parse(plan)
     _require("pack", pack.supports(x, plan))
     pack.pack(x, plan)
     state = pack_fake(x, plan)
-    append.append(state, x.new_empty(1, KV_HEADS, 1, dim), plan)
+    rotary = (x.new_empty(1, 1, dim), str(Rope("halves", 0, dim)))
+    step = (state, x.new_empty(1, KV_HEADS, 1, dim), plan)
+    append.append(*step, *(rotary if turned and p.rope is None else ()))
     if p.rope is not None:
         rows = x.new_empty(1, _TOKENS, p.rope.channels)
         state.insert(-1, pack_rotary_fake(rows, plan))

@@ -52,9 +52,12 @@ def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
 
 def rotary_stride(state: Sequence[Tensor], plan: str) -> int:
     """From one sequence's cosines and sines to the next one's; all may have the same ones."""
-    if TensorPlan.parse(plan).rope is None or state[-2].shape[0] == 1:
-        return 0
-    return state[-2].stride(0)
+    return 0 if TensorPlan.parse(plan).rope is None else row_stride(state[-2])
+
+
+def row_stride(rows: Tensor) -> int:
+    """From one sequence's rows ``[B or 1, n, R]`` to the next one's, see `rotary_stride`."""
+    return rows.stride(0) if rows.shape[0] != 1 else 0
 
 
 def symbolic(size: object) -> bool:

@@ -93,6 +93,7 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
         _triton("unpack", unpack.unpack, unpack.supports),
         _aten("unpack"),
     ),
+    "keep_rows": (_aten("keep_rows"),),
     "pack_rotary": (_aten("pack_rotary"),),
     "append_rotary": (_aten("append_rotary"),),
 }

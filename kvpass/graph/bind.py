@@ -234,7 +234,8 @@ class _Binder:
         if self.plans[node].rope is not None:
             self.rotary.append(node, ends=own[-1])
             own = [*own[:-2], own[-1]]
-        add_call(self.graph, ops.append.default, own, new, plan)
+        turned = (self.rotary.kept(node), rope) if (rope := node.kwargs.get("rope")) else ()
+        add_call(self.graph, ops.append.default, own, new, plan, *turned)
         self.state[node] = self.state[past]
 
     def _static_step(self, update: StaticUpdate) -> StaticStep:

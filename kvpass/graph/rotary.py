@@ -30,13 +30,14 @@ class RotaryBinder:
         self._appends: dict[Node, list[Node]] = {}
         self._rows: dict[Node, Node] = {}
         for node in appends:
-            if isinstance(rows := node.kwargs.get("rows"), Node):
+            if "rope" not in node.kwargs and isinstance(rows := node.kwargs.get("rows"), Node):
                 self._appends.setdefault(rows, []).append(node)
                 if isinstance(past := node.args[0], Node):
                     self._rows[past] = rows
         # By the rows that are appended, or the placeholder where none are.
         self._held: dict[Node, Node] = {}
         self._members: dict[Node, list[int]] = {}
+        self._kept: dict[Node, Node] = {}
         self._packed: dict[tuple[Any, ...], Node] = {}
 
     def known(self, past: Node) -> Node | None:
@@ -54,6 +55,14 @@ class RotaryBinder:
     def groups(self) -> Iterator[tuple[int, ...]]:
         """See `kvpass.graph.binding.Binding.shared`."""
         return map(tuple, self._members.values())
+
+    def kept(self, node: Node) -> Node:
+        """The rows by which the ``append`` ``node`` turns new keys before it stores them."""
+        rows: Any = node.kwargs["rows"]
+        if rows not in self._kept:
+            with self._graph.inserting_after(rows):
+                self._kept[rows] = add_call(self._graph, ops.keep_rows.default, rows)
+        return self._kept[rows]
 
     def packed(self, node: Node, plan: str) -> Node:
         """The rows that the first prompt of the ``append`` ``node`` stores."""

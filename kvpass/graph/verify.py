@@ -24,6 +24,8 @@ def verify_rewritten(graph: Graph) -> None:
             ]
             if strange:
                 raise GraphError(f"{strange[0].name} reads {node.name}, which is packed.")
+        if "rope" in node.kwargs and ("/rope=" in str(node.args[2]) or "rows" not in node.kwargs):
+            raise GraphError(f"{node.name} cannot turn {node.args[1]} before it is stored.")
         if node.target is logical.append and node.args[0] is not None:
             others = [u for u in node.args[0].users if u.target is logical.append]
             if len(others) > 1:

@@ -8,8 +8,9 @@ from torch import Tensor
 from kvpass.cache.residency import MAX_STEP, TensorPlan
 from kvpass.ops.library import define
 from kvpass.ops.pack import fill_sinks, write_packed, write_window
+from kvpass.ops.rotary import rotated
 
-SCHEMA = "append(Tensor(a!)[] state, Tensor new, str plan) -> ()"
+SCHEMA = "append(Tensor(a!)[] state, Tensor new, str plan, Tensor? rows=None, str? rope=None) -> ()"
 
 
 def read_window(window: Tensor, start: int, end: int) -> Tensor:
@@ -25,7 +26,13 @@ def row_ends(ends: Tensor) -> list[int]:
     return rows[0] if rows else [0] * ends.shape[1]
 
 
-def append(state: list[Tensor], new: Tensor, plan: str) -> None:
+def append(
+    state: list[Tensor],
+    new: Tensor,
+    plan: str,
+    rows: Tensor | None = None,
+    rope: str | None = None,
+) -> None:
     """Reference of ``kvpass::append``.
 
     A step of up to `MAX_STEP` tokens first packs what was already due and then stores the new
@@ -37,7 +44,12 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
         state: see `kvpass.ops.pack.empty_state`; room for the packed tokens must exist.
         new: ``[B, H, n, D]``.
         plan: a printed `TensorPlan`.
+        rows: ``[B or 1, n, R]`` of new tokens that are keys before their rotary embedding, see
+            `kvpass.cache.rope.Rope`; None if nothing is to be turned.
+        rope: a printed `Rope`: how they are turned before they are stored.
     """
+    if rows is not None and rope is not None:
+        new = rotated(new, rows, rope)
     p, n = TensorPlan.parse(plan), new.shape[2]
     if p.codec.identity:
         (total,) = row_ends(state[-1])
@@ -65,7 +77,13 @@ def append(state: list[Tensor], new: Tensor, plan: str) -> None:
     state[-1][:, -1] = total + new.shape[2]
 
 
-def append_fake(state: list[Tensor], new: Tensor, plan: str) -> None:
+def append_fake(
+    state: list[Tensor],
+    new: Tensor,
+    plan: str,
+    rows: Tensor | None = None,
+    rope: str | None = None,
+) -> None:
     """Nothing is returned."""
 
 

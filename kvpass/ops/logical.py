@@ -18,7 +18,7 @@ from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
-from kvpass.ops import rotary as _rotary  # noqa: F401  (registers the ops)
+from kvpass.ops.rotary import rotated
 
 
 def append(
@@ -29,6 +29,7 @@ def append(
     order: Tensor | None = None,
     ranges: Tensor | None = None,
     rows: Tensor | None = None,
+    rope: str | None = None,
 ) -> PackedKV:
     """``new`` ``[B, H, n, D]`` after ``past``; a first prompt's state if ``past`` is None.
 
@@ -39,11 +40,15 @@ def append(
     ``ranges``: params ``[H, 1, D]`` of a first prompt's codec, if they are calibrated.
 
     ``rows``: cosines and sines of ``new``, which is not turned by them yet, see
-    `kvpass.cache.rope.Rope`.
+    `kvpass.cache.rope.Rope`. They are kept beside it, if it is turned when it is read.
+
+    ``rope``: how ``new`` is turned by its rows before it is stored.
 
     ``whole``: all of a first prompt is kept although a window slides, since some of it may be
     taken back.
     """
+    if rows is not None and rope is not None:
+        new, rows = rotated(new, rows, rope), None
     if past is None:
         p, tokens = TensorPlan.parse(plan), new.shape[2]
         stored = replace(p, keep=None) if whole else p

@@ -1,4 +1,5 @@
-"""``kvpass::pack_rotary`` and ``kvpass::append_rotary``: cosines and sines of cached tokens."""
+"""``kvpass::pack_rotary`` and ``kvpass::append_rotary``: cosines and sines of cached tokens;
+``kvpass::keep_rows``: those of new ones."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.residency import TensorPlan
+from kvpass.cache.rope import Rope
 from kvpass.ops.library import define
 
 PACK = "pack_rotary(Tensor rows, str plan) -> Tensor"
+KEEP = "keep_rows(Tensor rows) -> Tensor"
 APPEND = "append_rotary(Tensor(a!) rotary, Tensor rows, Tensor ends, str plan) -> ()"
 
 
@@ -63,5 +66,22 @@ def read_rows(rotary: Tensor, start: int, end: int) -> Tensor:
     return rotary.index_select(1, slots)
 
 
+def rotated(x: Tensor, rows: Tensor, rope: str) -> Tensor:
+    """Keys ``x`` ``[B, H, n, D]`` as their rotary embedding leaves them, see `Rope.turn`."""
+    return Rope.parse(rope).turn(x, rows)
+
+
+def keep_rows(rows: Tensor) -> Tensor:
+    """Reference of ``kvpass::keep_rows``: a copy of the rows ``[B or 1, n, R]``, contiguous, which
+    a graph computes once for all layers. (Inductor computes what it can anew for every reader.)"""
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def keep_rows_fake(rows: Tensor) -> Tensor:
+    """Shape of `keep_rows`."""
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+define(KEEP, keep_rows, keep_rows_fake)
 define(PACK, pack_rotary, pack_rotary_fake)
 define(APPEND, append_rotary, append_rotary_fake)

@@ -10,6 +10,7 @@ from kvpass.rules.base import Rule as Rule
 from kvpass.rules.cache_before_rope import CacheBeforeRope
 from kvpass.rules.decode_reader import DecodeReader
 from kvpass.rules.fuse_attention import FuseAttention
+from kvpass.rules.fuse_rope_append import FuseRopeAppend
 from kvpass.rules.mask_to_bounds import MaskToBounds
 from kvpass.rules.permute_channels import PermuteChannels
 from kvpass.rules.push_order import ChannelGather, PushOrder, ShareTables
@@ -28,6 +29,7 @@ RULES: list[Rule] = [
     PermuteChannels(),  # attention(q, K, V)  =  Pv^-1(attention(Pk(q), Pk(K), Pv(V)))
     PushOrder(),  # P(f(x))  =  f(P(x)), and back, until a linear layer's weight takes P up
     ShareTables(),  # P(t)  =  P'(t)[:, ::g], for cosines and sines
+    FuseRopeAppend(),  # append(past, rope(x))  =  append(past, x, rope), in one kernel
     ChannelGather(),  # (says which permutations stay)
 ]
 

@@ -20,7 +20,8 @@ from kvpass.rules.pushes.base import shape_of
 from kvpass.rules.pushes.rotary import joins_last, rotation
 from kvpass.rules.pushes.views import last_slice
 
-_CASTS = {"contiguous", "to"}
+# What only changes dtype or strides.
+CASTS = {"contiguous", "to"}
 # Products of the weights, behind which no rotary embedding is looked for.
 _SOURCES = {"addmm", "linear", "matmul"}
 # What may lie between them and keys that have none: nothing that could make pairs.
@@ -29,8 +30,9 @@ _POINTWISE = {"add", "div", "layer_norm", "mean", "mul", "pow", "rms_norm", "rsq
 _ALIKE = {"cos", "sin", "mul", "to", "contiguous", "unsqueeze", "div"}
 # What every layer does anew with the model's cosines and sines.
 _REPEATED = {"contiguous", "getitem", "repeat_interleave", "to", "unsqueeze"}
-_ERASABLE = {"add", "cat", "contiguous", "getitem", "mul", "neg", "reshape", "stack", "to"}
-_ERASABLE |= {"split", "chunk", "unsqueeze"}
+# What a rotary embedding is made of.
+ERASABLE = {"add", "cat", "contiguous", "getitem", "mul", "neg", "reshape", "stack", "to"}
+ERASABLE |= {"split", "chunk", "unsqueeze"}
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,28 @@ class CacheBeforeRope(Rule):
             with context.graph.inserting_before(new):
                 x = add_call(context.graph, "to", x, new.meta["example_value"].dtype)
         node.args = (past, x, *rest)
-        node.kwargs = {**node.kwargs, "rows": _rows(found_rope, context)}
-        erase_unread(new, _ERASABLE)
+        node.kwargs = {**node.kwargs, "rows": shared_rows(found_rope, context)}
+        erase_unread(new, ERASABLE)
         return f"stored before the rotary embedding of {found_rope.rope}"
 
 
 def turned(new: Node) -> Turned | Miss | None:
     """The rotary embedding whose result the keys ``new`` ``[B, H, n, D]`` are; None if they have
     none."""
+    found = last_turned(new)
+    return _none_or_miss(new) if found is None else found
+
+
+def last_turned(new: Node) -> Turned | Miss | None:
+    """The rotary embedding whose result the keys ``new`` ``[B, H, n, D]`` are; None if another
+    operation comes last."""
     inner = _behind_casts(new)
     parts = list(argument(inner, "tensors")) if _is_join(inner) else [inner]
     parts = [_behind_casts(part) for part in parts]
     found = [rotation(part) for part in parts]
     known = [r for r in found if r is not None]
     if not known:
-        return _none_or_miss(new)
+        return None
     if len(known) > 1:
         return Miss("the keys have several rotary embeddings", new)
     turn, halves = known[0]
@@ -114,7 +123,7 @@ def turned(new: Node) -> Turned | Miss | None:
 
 
 def _behind_casts(node: Node) -> Node:
-    while op_name(node) in _CASTS:
+    while op_name(node) in CASTS:
         node = node.all_input_nodes[0]
     return node
 
@@ -185,8 +194,9 @@ def _none_or_miss(new: Node) -> Miss | None:
     return None
 
 
-def _rows(found: Turned, context: Context) -> Node:
-    """One node for all layers that turn their keys alike."""
+def shared_rows(found: Turned, context: Context) -> Node:
+    """The rows (see `Rope`) of what was ``found``: one node for all layers that turn their keys
+    alike."""
     step = 2 if found.rope.kind == "neighbours" else None
     stop = None if step else found.rope.channels // 2
     key = (_same(found.cos), _same(found.sin), found.rope.kind)

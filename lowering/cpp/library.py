@@ -22,8 +22,10 @@ from lowering.cpp.constants import DTYPES, constants_of
 
 _LANES = {"AVX512": 16, "AVX2": 8}
 _PLAIN_LANES = 4
-# Results must not depend on what is infinite or unseen; products may join additions.
-_FLAGS = ("-ffp-contract=fast", "-fno-unsafe-math-optimizations", "-fno-finite-math-only")
+# Results must not depend on what is infinite or unseen.
+_FLAGS = ("-fno-unsafe-math-optimizations", "-fno-finite-math-only")
+# Products may join additions, but where what is stored must be the reference's, bit for bit.
+_CONTRACTION = {"attention": "-ffp-contract=fast", "tensor": "-ffp-contract=off"}
 # The templates of those ops that have not one of their own.
 _TEMPLATES = dict.fromkeys(("append", "pack", "unpack"), "tensor")
 log = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ def load_function(op: str, **parameters: Any) -> Callable[[bytes], Any]:
 def _library(template: str, **parameters: Any) -> Any:
     text = render(template, **parameters)
     write_source(template, text, ".cpp")
-    return load_cpp(text, _FLAGS)
+    return load_cpp(text, (_CONTRACTION[template], *_FLAGS))
 
 
 @cache

@@ -1,0 +1,96 @@
+"""The keys of a step get their rotary embedding where they are appended."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from kvpass._torch import same_shape
+from kvpass.cache.residency import MAX_STEP
+from kvpass.graph.pattern import Captures, Miss, op_name
+from kvpass.ops import logical
+from kvpass.rules.base import Context, Rule
+from kvpass.rules.cache_before_rope import CASTS, ERASABLE, Turned, last_turned, shared_rows
+from kvpass.rules.fuse_attention import erase_unread
+from kvpass.rules.pushes.base import shape_of
+
+
+# append(past, rope(x, cos, sin))  =  append(past, x, rows(cos, sin), rope)
+#
+# where the append turns x by its rows, one for all layers, in float32, and rounds once, which is
+# what Inductor makes of the model's rope. For steps of up to MAX_STEP tokens: what a longer one
+# appends is read by its exact attention as well.
+class FuseRopeAppend(Rule):
+    """Turns the keys of a step in the kernel that stores them."""
+
+    name = "fuse_rope_append"
+    required = False
+
+    def match(self, node: Node, context: Context) -> Captures | Miss | None:
+        """Applies to appends to a cache that holds keys behind their rotary embedding."""
+        if node.target is not logical.append or node.args[0] is None or node.kwargs:
+            return None
+        new = node.args[1]
+        assert isinstance(new, Node)
+        if shape_of(new)[2] > MAX_STEP:
+            return None
+        found = last_turned(new)
+        if not isinstance(found, Turned):
+            return found
+        if len(found.parts) > 1:
+            return Miss("the keys before their rotary embedding are several tensors", new)
+        x = _narrow(found.parts[0], new)
+        changed = next((n for n in (x, found.cos, found.sin) if n in context.changed), None)
+        if changed is not None:
+            return Miss("it is changed in place", changed)
+        return _read_miss(new, node) or _dtype_miss(x, found, new) or {"x": x, "turned": found}
+
+    def rewrite(self, node: Node, found: Captures, context: Context) -> str:
+        """See the comment above the class."""
+        past, new, *rest = node.args
+        assert isinstance(new, Node)
+        turned: Turned = found["turned"]
+        node.args = (past, found["x"], *rest)
+        node.kwargs = {"rows": shared_rows(turned, context), "rope": str(turned.rope)}
+        erase_unread(new, ERASABLE)
+        return f"turned by {turned.rope} where they are stored"
+
+
+def _behind_casts(node: Node) -> list[Node]:
+    """``node`` and what it is in other dtypes, down to what computes it."""
+    found = [node]
+    while op_name(found[-1]) in CASTS:
+        found.append(found[-1].all_input_nodes[0])
+    return found
+
+
+def _narrow(x: Node, new: Node) -> Node:
+    """``x`` before it was widened to float32, as kernels do, if that has the dtype of ``new``."""
+    casts = _behind_casts(x)
+    exact = all(_dtype(node) in (_dtype(new), torch.float32) for node in casts)
+    return casts[-1] if exact and _dtype(casts[-1]) == _dtype(new) else x
+
+
+def _read_miss(new: Node, append: Node) -> Miss | None:
+    """Who else reads the turned keys ``new``, if anyone does."""
+    known = _behind_casts(new)
+    for node in known:
+        for user in node.users:
+            if user is not append and user not in known:
+                return Miss(f"the turned keys are read by {op_name(user)} as well", user)
+    return None
+
+
+def _dtype_miss(x: Node, found: Turned, new: Node) -> Miss | None:
+    """Why keys ``x``, turned in float32 and rounded once, are not ``new``."""
+    if _dtype(x) != _dtype(new) or not same_shape(shape_of(x), shape_of(new)):
+        return Miss("the keys change their dtype or shape when they are turned", new)
+    for node in (*_behind_casts(new), found.cos, found.sin):
+        if _dtype(node) not in (_dtype(new), torch.float32):
+            return Miss(f"the keys are turned in {_dtype(node)}", node)
+    return None
+
+
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["example_value"].dtype
+    return dtype
