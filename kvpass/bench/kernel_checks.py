@@ -18,6 +18,7 @@ from kvpass.bench.timing import relative_error
 from kvpass.cache.encoding import NOWHERE, split_outliers
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
+from kvpass.cache.rope import Rope
 from kvpass.ops.pack import outliers_of
 from kvpass.plan import LayerPlan
 
@@ -27,6 +28,8 @@ _LENGTHS = (1, 127, 128, 129, 2100)
 # Steps that cross a flush, up to the longest.
 _STEPS = (1, 1, 5, 16, 1, 16, 1, 1)
 _FIRST_PROMPT = 231
+# Tokens of a step that are turned.
+_TURNED = 3
 # Two lengths with the same capacity, so that their states can be one batch.
 _RAGGED = (140, 255)
 
@@ -83,6 +86,7 @@ def check_kernels(
             name = f"unpack {kind} {label} T={length}"
             yield _check_unpack(name, plan, kind, tokens(length), device, wanted)
         yield _check_append(f"append {kind} {label}", plan, kind, tokens, device, wanted)
+    yield _check_turned(f"append turned keys {label}", plan, tokens, device, wanted)
     for length in _LENGTHS:
         for queries, masked in ((1, False), (1, True), (2, False)):
             state = _states(plan, [tokens(length), tokens(length, seed=1)], device)
@@ -144,6 +148,28 @@ def _check_append(
         expected, got = expected.extended(n), got.extended(n)
         differences += _differences(got.state, expected.state, plan)
     return Check(name, choice.provider, differences, 0, _served(choice, wanted))
+
+
+def _check_turned(
+    name: str, layer: LayerPlan, tokens: Any, device: torch.device, wanted: str | None
+) -> Check:
+    """The keys of a step that get their rotary embedding where they are stored, still exact."""
+    first, new = tokens(_FIRST_PROMPT), tokens(_TURNED, seed=10)
+    plan, state = _packed(layer, "keys", first)
+    expected = PackedKV(state, plan, _FIRST_PROMPT, first.dtype)
+    expected.reserve(_TURNED)
+    got = [t.to(device, copy=True) for t in expected.state]
+    turning = (str(plan), tokens(_TURNED, seed=11)[:, 0], str(Rope("halves", 0, new.shape[3])))
+    torch.ops.kvpass.append(expected.state, new, *turning)
+    arguments = (got, *(x.to(device) if isinstance(x, Tensor) else x for x in (new, *turning)))
+    target, choice = provider("append", *arguments)
+    target(*arguments)
+    length = (_FIRST_PROMPT + _TURNED, str(plan), new.dtype)
+    stored = (torch.ops.kvpass.unpack(s, *length) for s in ([t.cpu() for t in got], expected.state))
+    turned, wanted_keys = (x[:, :, -_TURNED:] for x in stored)
+    # A product and a sum may be rounded together.
+    error = relative_error(turned, wanted_keys.double())
+    return Check(name, choice.provider, error, TOLERANCE[new.dtype], _served(choice, wanted))
 
 
 def _packed(layer: LayerPlan, kind: str, x: Tensor) -> tuple[TensorPlan, list[Tensor]]:
