@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 from kvpass.ops.pack import pack_fake
+from kvpass.ops.rotary import rotated
 from lowering import Choice, compiler_problem, lower
 from lowering.cpp import library
 from lowering.cpp.library import decline_compiler, load_function
@@ -49,6 +50,49 @@ def decode_graph(mode, device="cuda", *, groups=4, dim=64, new_tokens=1, plans=(
     out = graph.call_function(torch.ops.kvpass.attention.default, arguments)
     graph.output((out,))
     return graph
+
+
+def turning_graph(plan, dtype=torch.float32):
+    """An append that turns keys, on a CPU."""
+    graph = torch.fx.Graph()
+    x = torch.randn(1, 2, 30, 16)
+    examples = [*torch.ops.kvpass.pack(x, plan), x[:, :, :1], torch.randn(1, 1, 16, dtype=dtype)]
+    nodes = [graph.placeholder(f"x_{i}") for i in range(len(examples))]
+    for node, example in zip(nodes, examples, strict=True):
+        node.meta["example_value"] = example
+    *state, new, rows = nodes
+    args = (state, new, plan, rows, "halves0-16")
+    graph.output(graph.call_function(torch.ops.kvpass.append.default, args))
+    return graph, examples
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtype", "provider", "reason"),
+    [
+        ("int2.channel8/window=0,flush=8", torch.float32, "cpp", None),
+        ("int2.channel8/window=0,flush=8", torch.float64, "cpp", "cosines and sines are"),
+        (
+            "int2.token16/window=16,flush=1,kept=4,filter=heavy_hitters",
+            torch.float32,
+            "aten",
+            "filter 'heavy_hitters' is not supported",
+        ),
+    ],
+)
+def test_what_no_kernel_turns_is_turned_before(plan, dtype, provider, reason):
+    graph, examples = turning_graph(plan, dtype)
+    wanted = [t.clone() for t in examples]
+    *state, new, rows = wanted
+    torch.ops.kvpass.append(state, new, plan, rows, "halves0-16")
+    (choice,) = lower(graph)
+    assert choice.provider == provider
+    reasons = dict(choice.declined)
+    assert reasons.get("cpp", "").startswith(reason) if reason else not reasons
+    names = [node.target for node in graph.nodes]
+    assert (rotated in names) == (reason is not None)
+    torch.fx.GraphModule({}, graph)(*examples)
+    window, expected = (tensors[2].view(torch.uint8) for tensors in (examples, wanted))
+    assert torch.equal(window, expected)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_order_of_the_built_in_rules():
         "permute_channels",
         "push_order",
         "share_tables",
+        "fuse_rope_append",
         "channel_gather",
     ]
 
@@ -81,6 +82,7 @@ def test_registering_a_name_again_replaces_the_rule():
         "permute_channels",
         "push_order",
         "share_tables",
+        "fuse_rope_append",
         "channel_gather",
     ]
     (record,) = run(attend, [20])

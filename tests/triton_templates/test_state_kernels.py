@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from kvpass.cache.rope import Rope
 from lowering import append, pack
 from tests.triton_templates.kernel_reference import keys_like, poison, written
 
@@ -114,6 +115,26 @@ def test_random_steps(plan):
         assert append.supports(got, new, plan) is None
         torch.ops.kvpass.append(expected, new, plan)
         append.append(got, new, plan)
+        assert_same(got, expected, plan)
+
+
+@pytest.mark.parametrize(("plan", "dim", "rope", "batch"), [
+    ("fp", 64, "halves0-64", 2),
+    ("int2.channel32/window=0,flush=128", 64, "halves0-64", 1),
+    ("int4.token20/window=5,flush=7", 80, "halves10-50", 2),
+    ("int2.token64.fp8/sinks=5,window=4,flush=3", 64, "neighbours8-40", 2),
+    ("int4.token128/window=4,flush=3", 64, "halves0-16", 1),
+])  # fmt: skip
+def test_keys_are_turned(plan, dim, rope, batch):
+    """Without padding, with it, and where heads are encoded together."""
+    expected = torch.ops.kvpass.pack(keys_like(2, 2, 3, dim, torch.float16), plan)
+    got = [t.clone() for t in expected]
+    for step, n in enumerate((1, 3, 1)):
+        new = keys_like(2, n, 2, dim, torch.float16, step).transpose(1, 2)
+        rows = keys_like(batch, 1, n, Rope.parse(rope).channels, torch.float32, 9 + step)[:, 0]
+        assert append.supports(got, new, plan, rows, rope) is None
+        torch.ops.kvpass.append(expected, new, plan, rows, rope)
+        append.append(got, new, plan, rows, rope)
         assert_same(got, expected, plan)
 
 

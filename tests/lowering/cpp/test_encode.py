@@ -7,11 +7,13 @@ import torch
 from torch.testing import assert_close
 
 from kvpass.cache.residency import TensorPlan
+from kvpass.cache.rope import Rope
 from kvpass.errors import KernelError
 from kvpass.ops.append import append as reference_append
 from kvpass.ops.pack import pack as reference_pack
 from kvpass.ops.unpack import unpack as reference_unpack
 from lowering.cpp import append, pack, unpack
+from tests.strategies import randn
 from tests.triton_templates.kernel_reference import keys_like, poison, written
 
 PLANS = (
@@ -124,6 +126,28 @@ def check_exact(plan, dtype):
         # One rounding where the reference may round a product and a sum.
         ulp = 2 * torch.finfo(dtype).eps
         assert_close(decoded, reference_unpack(got, tokens, plan, dtype), rtol=ulp, atol=ulp)
+
+
+@pytest.mark.parametrize(("plan", "dtype", "rope", "wide", "batch"), [
+    (KINDS[0], torch.float32, "halves0-80", True, 2),
+    (KINDS[1], torch.bfloat16, "halves0-20", False, 1),
+    (KINDS[2], torch.float32, "halves10-80", True, 1),
+    (KINDS[3], torch.float32, "neighbours8-48", True, 2),
+    (KINDS[1], torch.float16, "neighbours0-80", True, 1),
+])  # fmt: skip
+def test_keys_are_turned_exactly(plan, dtype, rope, wide, batch):
+    """Also where less than a vector is left, and where the rows of cosines lie apart."""
+    got = pack.pack(tokens_like(140, 1, dtype), plan)
+    got = with_room(got, plan, 400)
+    wanted = [t.clone() for t in got]
+    for i, n in enumerate((1, 16, 40, 1)):
+        x = tokens_like(n, 70 + i, dtype)
+        rows = randn(batch, n, 2 * Rope.parse(rope).channels, seed=i)
+        rows = rows.to(torch.float32 if wide else dtype)[..., : Rope.parse(rope).channels]
+        assert append.supports(got, x, plan, rows, rope) is None
+        append.append(got, x, plan, rows, rope)
+        reference_append(wanted, x, plan, rows, rope)
+        same(got, wanted, plan)
 
 
 @pytest.mark.parametrize(("bits", "dim"), [(1.5, 16), (1.5, 64), (1.5, 128), ("3x11", 64)])
