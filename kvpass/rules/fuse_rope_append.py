@@ -14,6 +14,9 @@ from kvpass.rules.cache_before_rope import CASTS, ERASABLE, Turned, last_turned,
 from kvpass.rules.fuse_attention import erase_unread
 from kvpass.rules.pushes.base import shape_of
 
+# Where `logical.append` takes the order of the stored channels.
+_ORDER = 4
+
 
 # append(past, rope(x, cos, sin))  =  append(past, x, rows(cos, sin), rope)
 #
@@ -35,6 +38,8 @@ class FuseRopeAppend(Rule):
         if shape_of(new)[2] > MAX_STEP:
             return None
         found = last_turned(new)
+        if isinstance(found, Miss) and len(node.args) > _ORDER:
+            return Miss("cosines and sines follow the order of the stored channels", new)
         if not isinstance(found, Turned):
             return found
         if len(found.parts) > 1:
