@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpass import backend as backend
+    from kvpass import cocktail as cocktail
     from kvpass.cache.codec import Codec as Codec
     from kvpass.cache.filters import register_filter as register_filter
     from kvpass.cache.order import ChannelOrder as ChannelOrder
@@ -68,12 +69,12 @@ _HOMES = {
     "score": "kvpass.calibration.scores",
     "sensitivities": "kvpass.calibration.sensitivity",
 }
-__all__ = ["backend", *sorted(_HOMES)]
+__all__ = ["backend", "cocktail", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "backend":
-        return import_module("kvpass.backend")
+    if name in ("backend", "cocktail"):
+        return import_module(f"kvpass.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvpass' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -14,6 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -92,6 +93,18 @@ def derived_source(graph: fx.Graph, new: fx.Node) -> None:
     known = [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
     if known:
         inner_source(known[0], new, new.name)
+
+
+def fresh_size(graph: fx.Graph, like: Tensor, name: str, example: int) -> torch.SymInt:
+    """A size of its own in every call of the graph, no guard on which is ever asked for as long as
+    nothing but its being at least 2 is asked of it; for the size of a placeholder that Dynamo does
+    not know. ``like``: a fake tensor of the graph."""
+    known = [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
+    source = AttrSource(known[0]._dynamo_source, name)
+    env = cast(FakeTensor, like).fake_mode.shape_env
+    assert env is not None
+    symbol = env.create_symbol(example, source, DimDynamic.DYNAMIC, None)
+    return cast(torch.SymInt, env.create_symintnode(symbol, hint=example, source=source))
 
 
 def symbol_positions(graph: fx.Graph) -> dict[Any, int]:

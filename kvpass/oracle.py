@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvpass.cache.filters import empty_kept, keep, restored
 from kvpass.cache.residency import MAX_STEP, TensorPlan
 from kvpass.cache.rope import Rope
+from kvpass.cocktail.context import current
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan
 
@@ -111,6 +112,8 @@ class OracleLayer(DynamicLayer):
         # With a filter: what is packed, as if nothing of it were kept, and what is kept.
         self.rounded: dict[str, Tensor] = {}
         self.kept: dict[str, list[Tensor]] = {}
+        # With levels: tokens before those of this call.
+        self._past = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -127,11 +130,37 @@ class OracleLayer(DynamicLayer):
         """A decode step rounds what was due before it; a prefill attends exactly, then rounds."""
         stored: Tensor = getattr(self, name)
         decode_step = stored.dim() == 4 and new.shape[2] <= MAX_STEP
+        if getattr(self.plan, name).levels:
+            attended = torch.cat([stored, new], dim=2)
+            kept = new if decode_step else self._round_chunks(name, new)
+            setattr(self, name, torch.cat([stored, kept], dim=2))
+            return attended
         if decode_step:
             stored = self._round_due(name, stored)
         attended = torch.cat([stored, new], dim=2)
         setattr(self, name, attended if decode_step else self._round_due(name, attended))
         return attended
+
+    def _round_chunks(self, name: str, new: Tensor) -> Tensor:
+        """Each chunk of a prompt ``new`` in its own bits, where it stands."""
+        plan: TensorPlan = getattr(self.plan, name)
+        request, past = current(), self.get_seq_length() if name == "keys" else self._past
+        self._past = past
+        if request is None or not request.applies(past, new.shape[2]):
+            return new
+        bits, out = request.bits, new.clone()
+        order = self.plan.key_order if name == "keys" else self.plan.value_order
+        codecs = {codec.bits: codec for codec in plan.levels if not codec.identity}
+        for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
+            for chunk, level in enumerate(asked):
+                first = start + chunk * bits.chunk
+                exact = new[row : row + 1, :, first : first + bits.chunk]
+                if level in codecs:
+                    exact = exact if order is None else order.store(exact)
+                    exact = codecs[level].rounded(exact).to(new.dtype)
+                    exact = exact if order is None else order.restore(exact)
+                out[row, :, first : first + bits.chunk] = exact[0]
+        return out
 
     def _round_due(self, name: str, stored: Tensor) -> Tensor:
         plan: TensorPlan = getattr(self.plan, name)

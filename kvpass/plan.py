@@ -56,12 +56,24 @@ class LayerPlan:
             if order is not None and (problem := order.misfit(kv_heads, dim)):
                 raise PlanError(f"The channel order of the {kind} of layer '{layer}': {problem}.")
         for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
-            if problem := plan.codec.misfit(dim, kv_heads):
+            problems = (codec.misfit(dim, kv_heads) for codec in (plan.codec, *plan.levels))
+            if problem := next(filter(None, problems), None):
                 codec = plan.brief().split("/")[0]
                 raise PlanError(
                     f"The {kind} of layer '{layer}' cannot be stored as {codec}: {problem}."
                 )
+        self._check_levels(layer)
         self._check_ranges(layer, key_dim, kv_heads)
+
+    def _check_levels(self, layer: str) -> None:
+        keys, values = self.keys, self.values
+        if (keys.labels, keys.chunk) != (values.labels, values.chunk):
+            raise PlanError(
+                f"Layer '{layer}': keys {keys} and values {values} do not have the same levels for "
+                "the chunks of a prompt."
+            )
+        if self.before_rope and self.keys.levels:
+            raise PlanError(f"Layer '{layer}': keys before RoPE take no levels of chunks.")
 
     def _check_ranges(self, layer: str, key_dim: int, kv_heads: int | None) -> None:
         if self.values.codec.offline or self.keys.codec.offline != (self.key_ranges is not None):
@@ -89,14 +101,15 @@ class LayerPlan:
         Raises:
             PlanError: if ``dim`` channels cannot be stored so.
         """
-        codec = self.values.codec
+        values = self.values.uniform if self.values.levels else self.values
+        codec = values.codec
         if codec.identity:
             return PLAIN
         group = math.gcd(codec.group if codec.axis == "token" else 32, dim)
         if group < 2:
             raise PlanError(f"The cache of layer '{layer}' has {dim} channels: no group fits.")
         bits = max(codec.bits, 4)
-        plan = TensorPlan(Codec(bits, "token", group), self.values.residency)
+        plan = TensorPlan(Codec(bits, "token", group), values.residency)
         if problem := plan.codec.misfit(dim):
             raise PlanError(
                 f"The cache of layer '{layer}' cannot be stored as {plan.codec}: {problem}."

@@ -15,6 +15,7 @@ from kvpass._torch import assert_soon
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cocktail.call import Placed, place
 from kvpass.errors import CacheStateError
 from kvpass.graph.binding import (
     Binding,
@@ -43,6 +44,8 @@ class PackedCallable:
         self._counts = binding.counts
         self._buffers = binding.buffers
         self._outputs = binding.outputs
+        self._chunks = binding.chunks
+        self._told = False
         self._folds = binding.folds
         self._constants = binding.constants
         # Of the packed arguments, those whose cosines and sines another one brings.
@@ -56,6 +59,7 @@ class PackedCallable:
         for position in self._packed:
             args[position].check()
         steps = [(args[o.argument], o.new(args), o.tokens(args)) for o in self._extended]
+        placed = self._place(args)
         for handle, new, after in steps:
             handle.reserve(new, after)
         for group in self._shared:
@@ -67,6 +71,7 @@ class PackedCallable:
                 flat.extend(arg.own if position in self._led else arg.state)
             else:
                 flat.append(arg)
+        flat += [] if placed is None else placed.slots
         flat += [fold(args[fold.position]) for fold in self._folds]
         flat += self._constants
         before = [_save(handle, new) for handle, new, _ in steps]
@@ -87,7 +92,23 @@ class PackedCallable:
                 args[static.argument].written += static.new(args)
         for buffer, old in zip(self._buffers, plain, strict=True):
             _pack_buffer(buffer, args, old)
-        return self._wrap(args, results)
+        if placed is not None:
+            placed.taken()
+        return self._wrap(args, results, placed)
+
+    def _place(self, args: Sequence[Any]) -> Placed | None:
+        """Where the tokens of a prompt go, if its chunks have bits of their own."""
+        if (step := self._chunks) is None:
+            return None
+        handles = [args[p] for p in step.pasts]
+        return place(
+            handles, step.levels, step.batch(args), step.new(args), step.device, self._tell
+        )
+
+    def _tell(self) -> bool:
+        """True at its first call."""
+        told, self._told = self._told, True
+        return not told
 
     def _static_steps(self, args: Sequence[Any]) -> list[tuple[PackedKV, int, int]]:
         """The static caches that a step extends in place, new tokens, and lengths after it.
@@ -122,14 +143,21 @@ class PackedCallable:
             _check_hidden(args[mask], end)
         return [(args[a], new, args[a].shape[2]) for a, new in handles.items()]
 
-    def _wrap(self, args: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    def _wrap(
+        self, args: Sequence[Any], results: Sequence[Any], placed: Placed | None
+    ) -> list[Any]:
         wrapped: list[Any] = []
         live: list[weakref.ref[PackedKV]] = []
         for output in self._outputs:
             if isinstance(output, PlainOutput):
                 wrapped.append(results[output.index])
                 continue
-            if isinstance(output, FreshOutput):
+            if isinstance(output, FreshOutput) and output.plan.levels:
+                assert placed is not None
+                made = results[output.first : output.first + len(output.plan.made_names)]
+                new = output.new(args)
+                handle = placed.fresh(made, output.plan, new, output.dtype, output.order)
+            elif isinstance(output, FreshOutput):
                 names = output.plan.own_names
                 state = list(results[output.first : output.first + len(names)])
                 if output.rotary is not None:
@@ -140,6 +168,9 @@ class PackedCallable:
                 )
             else:
                 handle = args[output.argument].extended(output.new(args), output.tokens(args))
+                if self._chunks is not None and output.argument in self._chunks.pasts:
+                    assert placed is not None
+                    placed.extended(handle)
             wrapped.append(handle)
             live.append(weakref.ref(handle))
         self._report.live = live
@@ -223,6 +254,9 @@ def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
     """
     if new <= MAX_STEP and not handle.plan.kept:
         return [handle.ends.clone()] if handle.plan.residency.pivotal else None
+    if handle.plan.levels:
+        # A prompt is written behind all ends.
+        return [handle.ends.clone()]
     if handle.plan.keep is not None:
         # In a ring, new tokens take the place of old ones.
         return [t.clone() for t in handle.state]
@@ -232,6 +266,11 @@ def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
 
 
 def _restore(handle: PackedKV, saved: list[Tensor] | None) -> None:
+    if saved is None and handle.plan.levels:
+        # A step of up to MAX_STEP tokens counts exact ones only.
+        others = handle.ends[:, :-1].sum(1)
+        handle.ends[:, -1] = handle.shape[2] - others
+        return
     if saved is None:
         handle.ends.clamp_(max=handle.written)
         return

@@ -158,7 +158,9 @@ def decline_codec(plan: str) -> str | None:
     """Why the Triton kernels cannot work on tokens stored so, or None."""
     p = TensorPlan.parse(plan)
     codec = p.codec
-    if reason := _decline_rope(p) or decline_groups(codec) or decline_filter(plan):
+    if reason := decline_levels(plan) or _decline_rope(p) or decline_groups(codec):
+        return reason
+    if reason := decline_filter(plan):
         return reason
     if p.grows:
         return f"the window of {plan} grows with the context"
@@ -202,11 +204,18 @@ def clip_factor(plan: TensorPlan) -> float:
     return float(plan.codec.clip)
 
 
+def decline_levels(plan: str) -> str | None:
+    """Why no kernel made for one codec works on tokens stored so, or None."""
+    levels = TensorPlan.parse(plan).levels
+    return f"chunks of different bits ({plan}) are not supported" if levels else None
+
+
 def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     """Why no kernel can address this state, or None."""
     p = TensorPlan.parse(plan)
     # What is extended is told without what all layers share.
-    names = p.state_names if len(state) == len(p.state_names) else p.own_names
+    known = (p.state_names, p.own_names, p.extended_names)
+    names = next(names for names in known if len(names) == len(state))
     for name, tensor in zip(names, state, strict=True):
         if not tensor.is_contiguous():
             return f"{name} is not contiguous"

@@ -17,11 +17,13 @@ import torch
 import kvpass.ops.append
 import kvpass.ops.attention
 import kvpass.ops.pack
+import kvpass.ops.reorder_chunks
 import kvpass.ops.rotary
 import kvpass.ops.unpack
 import lowering.cpp.append
 import lowering.cpp.attention
 import lowering.cpp.pack
+import lowering.cpp.reorder_chunks
 import lowering.cpp.unpack
 from lowering import append, attention, pack, unpack
 
@@ -93,6 +95,8 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
         _triton("unpack", unpack.unpack, unpack.supports),
         _aten("unpack"),
     ),
+    "reorder_chunks": (_cpp("reorder_chunks"), _aten("reorder_chunks")),
+    "extend_chunks": (_aten("extend_chunks"),),
     "keep_rows": (_aten("keep_rows"),),
     "pack_rotary": (_aten("pack_rotary"),),
     "append_rotary": (_aten("append_rotary"),),

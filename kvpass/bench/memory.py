@@ -61,6 +61,7 @@ def tensor_bytes(
     While tokens are generated the packed segment grows by a quarter at a time, so up to that much
     more may be spare.
     """
+    plan.one_codec()
     codec, capacity = plan.codec, plan.capacity(plan.packed(tokens))
     ends = batch * len(plan.segments) * _END_BYTES
     if codec.identity:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import is_traced
+from kvpass.cache import mixed
 from kvpass.cache.residency import TensorPlan
 from kvpass.errors import CacheStateError
 from kvpass.ops.append import row_ends
@@ -114,7 +115,8 @@ def to_copy(
     if is_traced(x.ends) or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
     x.check()
-    exact = ("codes",) if x.plan.codec.identity else ("window", "sinks", "kept")
+    exact = {"codes"} if x.plan.codec.identity else {"window", "sinks", "kept"}
+    exact |= {f"codes{i}" for i, codec in enumerate(x.plan.levels) if codec.identity}
     state = [
         getattr(x, name).to(
             device=device,
@@ -194,6 +196,9 @@ def crop(x: PackedKV, first: int, last: int) -> Any:
     # A step sees the last tokens as the plan says: the logical tensor may not be shorter.
     if first and (plan.keep is None or last - first < min(total, plan.keep)):
         return NotImplemented
+    if plan.levels:
+        cropped, longest = mixed.cropped(x, last)
+        return _rebuilt(x, cropped, last, longest)
     state = [t.clone() for t in x.state]
     ends = state[-1]
     if not plan.codec.identity:
@@ -269,18 +274,18 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 def extend(x: PackedKV, new: Tensor) -> PackedKV:
     """``x`` with ``new`` tokens, whose channels are in the order of the storage, in place."""
     x.reserve(new.shape[2])
-    torch.ops.kvpass.append.default(x.own, new, str(x.plan))
+    torch.ops.kvpass.append.default(x.appended, new, str(x.plan))
     return x.extended(new.shape[2])
 
 
 def _cat_batch(tensors: Sequence[Tensor]) -> Any:
-    """Rows join only if all of them have their boundaries at the same tokens."""
+    """Rows join only if all of them have their boundaries at the same tokens, or each its own."""
     packed = [t for t in tensors if isinstance(t, _PackedKV)]
     first = packed[0]
     if len(packed) != len(tensors) or any(
         (t.plan, t.order) != (first.plan, first.order)
         or t.shape[1:] != first.shape[1:]
-        or row_ends(t.ends) != row_ends(first.ends)
+        or (not t.plan.levels and row_ends(t.ends) != row_ends(first.ends))
         or (t.plan.codec.offline and not torch.equal(t.params[:1], first.params[:1]))
         for t in packed
     ):
@@ -288,6 +293,9 @@ def _cat_batch(tensors: Sequence[Tensor]) -> Any:
     room = max(t.capacity for t in packed)
     for t in packed:
         t.check()
+    if first.plan.levels:
+        longest = max(t.written for t in packed)
+        return _rebuilt(first, mixed.joined_batch(packed), written=longest)
     ring = 0 if first.plan.codec.identity else max(t.window.shape[2] for t in packed)
     grown = [_with_room(t, room, ring) for t in packed]
     state = [torch.cat(parts) for parts in zip(*(g.own for g in grown), strict=True)]
@@ -319,8 +327,10 @@ def zero_(x: PackedKV) -> PackedKV:
         raise CacheStateError(
             "A cache tensor with calibrated ranges cannot be set to zero in place. Use a new cache."
         )
-    for tensor in x.own[:-1]:
-        tensor.zero_()
+    places = x.plan.place_names if x.plan.levels else ()
+    for name in x.plan.own_names[:-1]:
+        if name not in places:
+            getattr(x, name).zero_()
     if x.plan.kept:
         x.places.fill_(-1)
     return x

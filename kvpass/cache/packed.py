@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import is_traced, make_wrapper, mark_dynamic, tree_leaves, tree_map_only
-from kvpass.cache import native
+from kvpass.cache import mixed, native
 from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
@@ -34,10 +34,12 @@ class PackedKV(Tensor):
     Attributes:
         plan: how the tokens are stored.
         codes, params, window, sinks, outliers, kept, places, ends: the state, see
-            `kvpass.ops.pack.empty_state`.
+            `kvpass.ops.pack.empty_state`; where the plan has levels, see
+            `kvpass.ops.reorder_chunks`, with ``codes0``, ``params0``, ``places0`` and so on.
         rotary: cosines and sines of the tokens, see `kvpass.ops.rotary`; all layers hold the same
             tensor.
-        written: where the last segment ends, as the host knows it.
+        written: where the last segment ends, as the host knows it; where the plan has levels, how
+            many exact tokens a row may have.
         order: in which order ``codes`` and ``window`` hold the channels of each head, None if in
             the model's own. What goes in and comes out here is in the model's own; ops on ``state``
             know nothing of it.
@@ -125,12 +127,22 @@ class PackedKV(Tensor):
 
     @property
     def own(self) -> list[Tensor]:
-        """The inner tensors but for what all layers share: those that ``append`` extends."""
+        """The inner tensors but for the cosines and sines that all layers share."""
         return [getattr(self, name) for name in self.plan.own_names]
 
     @property
+    def made(self) -> list[Tensor]:
+        """Where the plan has levels: the inner tensors but for the places of tokens."""
+        return [getattr(self, name) for name in self.plan.made_names]
+
+    @property
+    def appended(self) -> list[Tensor]:
+        """The inner tensors that ``append`` extends."""
+        return [getattr(self, name) for name in self.plan.extended_names]
+
+    @property
     def capacity(self) -> int:
-        """Tokens that the packed segment has room for."""
+        """Tokens that the packed segment has room for; where the plan has levels, the exact one."""
         return self.codes.shape[2]
 
     @property
@@ -144,6 +156,8 @@ class PackedKV(Tensor):
         """Bits that store one element of the tokens now held: everything but spare room, and but
         for `rotary`, of which a model has one."""
         self.check()
+        if self.plan.levels:
+            return mixed.bits_per_element(self)
         ends = [int(e) for e in self.ends[0].tolist()]
         exact = 8 * self.dtype.itemsize
         tokens = ends[-1] if self.plan.room is not None else self.shape[2]
@@ -197,7 +211,10 @@ class PackedKV(Tensor):
             if plan.capacity(after) > self.capacity:
                 self.grow(plan.capacity(after + after // 4))
             return
-        if plan.codec.identity:
+        if plan.levels:
+            # A prompt's tokens get room where it is known which of them are exact.
+            needed = self.written + (new if new <= MAX_STEP else 0)
+        elif plan.codec.identity:
             needed = tokens + new
         else:
             self._reserve_window(new)
@@ -302,6 +319,8 @@ class PackedKV(Tensor):
             mark_dynamic(self.window, 2)
         if self.plan.rope is not None:
             mark_dynamic(self.rotary, 1)
+        for name, (dim, _) in mixed.token_runs(self.plan).items() if self.plan.levels else ():
+            mark_dynamic(getattr(self, name), dim)
 
     def decode(self) -> Tensor:
         """The plain tensor ``[B, H, T, D]`` that this one stands for."""

@@ -13,6 +13,7 @@ import torch
 
 from kvpass.cache.codec import FP, NUMBER, Codec
 from kvpass.cache.filters import filter_named
+from kvpass.cache.levels import check_levels, labels, level_names
 from kvpass.cache.rope import Rope
 from kvpass.errors import OptionError, PlanError
 
@@ -28,6 +29,7 @@ _PLAN = re.compile(
     r"(?P<codec>[^/]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+)"
     r"(,pivotal=(?P<pivotal>0\.\d+))?(,fraction=(?P<fraction>0\.\d+))?"
     r"(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
+    r"(/chunk=(?P<chunk>\d+))?"
     r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?(/rope=(?P<rope>\w+-\d+))?"
 )
 
@@ -148,10 +150,14 @@ class TensorPlan:
             always ``room``; tokens that are not written yet are zeros. ``keep`` is then one less:
             where a static window is full, a new token takes the place of the oldest.
         rope: keys are stored before their rotary embedding, which they get when they are read.
+        levels: codecs of the chunks of a prompt, from least to most bits (Cocktail, section 4);
+            which chunk gets which is data of each request, see `kvpass.ops.reorder_chunks`. All
+            other tokens are exact: ``codec`` is the identity then.
+        chunk: with levels, a chunk's tokens are a multiple of this; 0 without.
 
     Raises:
-        PlanError: if whole groups of tokens cannot be packed at a time, or if there are sinks
-            although a window slides.
+        PlanError: if whole groups of tokens cannot be packed at a time, if there are sinks
+            although a window slides, or if there are levels beside anything else.
     """
 
     codec: Codec = FP
@@ -159,8 +165,12 @@ class TensorPlan:
     keep: int | None = None
     room: int | None = None
     rope: Rope | None = None
+    levels: tuple[Codec, ...] = ()
+    chunk: int = 0
 
     def __post_init__(self) -> None:
+        if self.levels or self.chunk:
+            self._check_levels()
         if self.room is not None and self.keep != self.room - 1:
             raise PlanError(f"room={self.room} needs keep={self.room - 1}, not keep={self.keep}.")
         for name in ("keep", "room"):
@@ -182,7 +192,27 @@ class TensorPlan:
                 f"{self.residency.flush} tokens that are packed at a time."
             )
 
+    def _check_levels(self) -> None:
+        alone = self.codec.identity and self.residency == Residency()
+        if not alone or (self.keep, self.room, self.rope) != (None, None, None):
+            raise PlanError(f"Levels of chunks ({self}) take no window, sinks or rotary embedding.")
+        check_levels(self.levels, self.chunk)
+
+    def one_codec(self) -> None:
+        """For what stores all tokens by one codec.
+
+        Raises:
+            PlanError: if this plan has levels.
+        """
+        if self.levels:
+            raise PlanError(
+                f"The bits of chunks ({self}) are those of a request; this needs a plan of one "
+                "codec for all tokens."
+            )
+
     def __str__(self) -> str:
+        if self.levels:
+            return "|".join(map(str, (*self.levels, self.codec))) + f"/chunk={self.chunk}"
         text = str(self.codec)
         if not self.codec.identity:
             sinks = f"sinks={self.sinks}," if self.sinks else ""
@@ -207,12 +237,14 @@ class TensorPlan:
     def parse(text: str) -> TensorPlan:
         """The plan that prints as ``text``, e.g. ``int2.token32/window=128,flush=1``."""
         match = _PLAN.fullmatch(text)
-        if match is None or (match["window"] is None) != (match["codec"] == "fp"):
+        exact = match is not None and match["codec"].split("|")[-1] == "fp"
+        if match is None or (match["window"] is None) != exact:
             raise PlanError(
                 f"Tensor plan {text!r} cannot be read; allowed: 'fp' or e.g. "
-                "'int2.channel32/window=0,flush=128'."
+                "'int2.channel32/window=0,flush=128', 'int2.channel32|int4.channel32|fp/chunk=32'."
             )
-        codec = Codec.parse(match["codec"])
+        *levels, last = match["codec"].split("|")
+        codec = Codec.parse(last)
         residency = Residency()
         if not codec.identity:
             window, flush, sinks, kept = (
@@ -222,18 +254,32 @@ class TensorPlan:
             residency = Residency(window, flush, sinks, kept, match["filter"], *ratios)
         keep, room = (int(match[name]) if match[name] else None for name in ("keep", "room"))
         rope = Rope.parse(match["rope"]) if match["rope"] else None
-        return TensorPlan(codec, residency, keep, room, rope)
+        codecs = tuple(map(Codec.parse, levels))
+        return TensorPlan(codec, residency, keep, room, rope, codecs, int(match["chunk"] or 0))
 
     def sliding(self, keep: int) -> TensorPlan:
         """This plan for a cache that keeps the last ``keep`` tokens.
 
         The identity where the exact window would hold all of them: packing would only add to it.
         Without sinks and filter: the window forgets the first tokens, and with them their
-        positions. Without a ratio: what the window keeps does not grow.
+        positions. Without a ratio: what the window keeps does not grow. Without levels: all its
+        tokens get that in the middle.
         """
+        if self.levels:
+            return self.uniform.sliding(keep)
         if keep <= self.residency.window + self.residency.flush:
             return TensorPlan(keep=keep, rope=self.rope)
         return replace(self, residency=self.residency.window_only(), keep=keep)
+
+    @property
+    def uniform(self) -> TensorPlan:
+        """Where chunks cannot have levels of their own: the one in the middle for all tokens, with
+        an exact window as KIVI has."""
+        codec = self.levels[len(self.levels) // 2]
+        if codec.identity:
+            return TensorPlan()
+        channel = codec.axis == "channel"
+        return TensorPlan(codec, Residency(0, self.tile) if channel else Residency(TILE, 1))
 
     def static(self, room: int) -> TensorPlan:
         """This plan for a static cache's buffer of ``room`` tokens.
@@ -291,7 +337,7 @@ class TensorPlan:
         """Oldest tokens first."""
         packed = Segment(self.codec)
         if self.codec.identity:
-            return (packed,)
+            return (*map(Segment, self.levels), packed)
         sinks = (Segment(FP, self.sinks),) if self.sinks else ()
         return (*sinks, packed, Segment(FP, None if self.grows else self.ring))
 
@@ -304,6 +350,8 @@ class TensorPlan:
     @cached_property
     def own_names(self) -> tuple[str, ...]:
         """`state_names` but for what all layers share."""
+        if self.levels:
+            return (*self.made_names[:-1], *self.place_names, "ends")
         if self.codec.identity:
             return ("codes", "ends")
         sinks = ("sinks",) if self.sinks else ()
@@ -311,10 +359,31 @@ class TensorPlan:
         kept = ("kept", "places") if self.kept else ()
         return ("codes", "params", "window", *sinks, *outliers, *kept, "ends")
 
+    @cached_property
+    def made_names(self) -> tuple[str, ...]:
+        """What `kvpass.ops.reorder_chunks` makes of a prompt: the exact tokens, and codes and
+        params of each level; and the ends."""
+        return ("codes", *level_names(self.levels), "ends")
+
+    @cached_property
+    def place_names(self) -> tuple[str, ...]:
+        """The positions of the tokens of each level, and of the exact ones."""
+        return (*(f"places{i}" for i in range(len(self.levels))), "places")
+
+    @property
+    def extended_names(self) -> tuple[str, ...]:
+        """What ``append`` extends, in the order in which it takes them."""
+        return ("codes", "ends") if self.levels else self.own_names
+
+    @cached_property
+    def labels(self) -> tuple[float, ...]:
+        """The bits by which a request asks for each level, and for exact tokens."""
+        return labels(self.levels)
+
     @property
     def tile(self) -> int:
         """Capacities are multiples of this many tokens."""
-        return math.lcm(TILE, self.codec.token_group)
+        return math.lcm(TILE, self.codec.token_group, self.chunk or 1)
 
     def capacity(self, tokens: int) -> int:
         """Tokens to make room for when ``tokens`` are to be packed. ``tokens`` may be symbolic.

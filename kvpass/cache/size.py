@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kvpass._torch import storage_key
 from kvpass.cache.packed import PackedKV
 
 
@@ -14,7 +15,7 @@ def held_bytes(tensors: Sequence[Tensor]) -> int:
     parts: dict[int, int] = {}
     for tensor in tensors:
         for part in tensor.state if isinstance(tensor, PackedKV) else [tensor]:
-            parts[id(part)] = part.numel() * part.element_size()
+            parts[storage_key(part)] = part.numel() * part.element_size()
     return sum(parts.values())
 
 

@@ -139,6 +139,7 @@ def rounded(layer: LayerPlan, kind: Stored, x: Tensor) -> Tensor:
     are exact, whole groups of other tokens rounded."""
     x, values = x.float(), kind == "values"
     plan = layer.values if values else layer.keys
+    plan.one_codec()
     order = layer.value_order if values else layer.key_order
     count = max(0, x.shape[2] - plan.sinks) // plan.codec.token_group * plan.codec.token_group
     if plan.codec.identity or not count:

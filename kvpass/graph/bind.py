@@ -33,6 +33,7 @@ from kvpass.graph.binding import (
     StaticStep,
 )
 from kvpass.graph.calls import add_call
+from kvpass.graph.chunks import ChunkBinder
 from kvpass.graph.orders import constant_node, constant_value, inverse, is_constant
 from kvpass.graph.pattern import op_name
 from kvpass.graph.reads import changes
@@ -118,7 +119,7 @@ def is_packed(node: Node) -> bool:
     """Whether ``node`` stands for a packed cache tensor."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("example_value"), PackedKV)
-    return node.target in (logical.append, logical.slide)
+    return node.target in (logical.append, logical.reorder_chunks, logical.slide)
 
 
 def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
@@ -150,9 +151,10 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
         counts=counts,
         buffers=buffers,
         outputs=outputs,
+        chunks=binder.chunks.step(),
         folds=folds,
         constants=constants,
-        examples=examples + more,
+        examples=examples + binder.chunks.examples + more,
     )
 
 
@@ -170,6 +172,7 @@ class _Binder:
         self.counts: list[tuple[int, int]] = []
         self.symbols = symbol_positions(graph)
         self.rotary = RotaryBinder(graph, self.positions)
+        self.chunks = ChunkBinder(graph, self.positions)
 
     def bind_inputs(self, example_inputs: list[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
         packed: list[int] = []
@@ -200,6 +203,8 @@ class _Binder:
         with self.graph.inserting_before(node):
             if node.target is logical.append:
                 self._append(node)
+            elif node.target is logical.reorder_chunks:
+                self._reorder(node)
             elif node.target is logical.attention:
                 self._attention(node)
             elif node.target is logical.slide:
@@ -234,9 +239,27 @@ class _Binder:
         if self.plans[node].rope is not None:
             self.rotary.append(node, ends=own[-1])
             own = [*own[:-2], own[-1]]
+        if self.plans[node].levels:
+            own = self.chunks.part(own, self.plans[node].extended_names, self.plans[node])
         turned = (self.rotary.kept(node), rope) if (rope := node.kwargs.get("rope")) else ()
         add_call(self.graph, ops.append.default, own, new, plan, *turned)
         self.state[node] = self.state[past]
+
+    def _reorder(self, node: Node) -> None:
+        past, new, text, *_ = node.args
+        assert isinstance(new, Node)
+        plan = self.plans[node] = TensorPlan.parse(str(text))
+        slots = self.chunks.slots(node, new)
+        if isinstance(past, Node):
+            self.state[node] = self.state[past]
+            own = self.chunks.part(self.state[past], plan.made_names, plan)
+            add_call(self.graph, ops.extend_chunks.default, own, new, slots, text)
+            return
+        made = add_call(self.graph, ops.reorder_chunks.default, new, slots, text)
+        self.state[node] = [
+            self._with_example(self.graph.call_function(operator.getitem, (made, i)), value)
+            for i, value in enumerate(made.meta["example_value"])
+        ]
 
     def _static_step(self, update: StaticUpdate) -> StaticStep:
         return StaticStep(

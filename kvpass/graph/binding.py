@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpass._torch import Size
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.residency import TensorPlan
+from kvpass.cocktail.placement import Levels
 from kvpass.folding import Fold
 
 
@@ -45,6 +46,24 @@ class FreshOutput:
     dtype: torch.dtype
     order: ChannelOrder | None = None
     rotary: int | None = None
+
+
+@dataclass(frozen=True)
+class ChunkStep:
+    """The prompt of a call, whose tokens go into segments of different bits.
+
+    Attributes:
+        levels: of all cache tensors.
+        batch, new: sequences, and tokens of each.
+        device: where they are.
+        pasts: the arguments that are extended; none in a first prompt.
+    """
+
+    levels: Levels
+    batch: Size
+    new: Size
+    device: torch.device
+    pasts: tuple[int, ...]
 
 
 Output = PlainOutput | ExtendedOutput | FreshOutput
@@ -100,6 +119,8 @@ class Binding:
             latter.
         buffers: plain buffers to be packed.
         outputs: one per result of Dynamo's graph.
+        chunks: the prompt whose tokens go into segments, if there is one; their slots in these are
+            the first further arguments of the inner graph.
         folds: weights in other orders, further arguments of the inner graph.
         constants: its last arguments.
         examples: fake or real example arguments of the inner graph.
@@ -112,6 +133,7 @@ class Binding:
     counts: tuple[tuple[int, int], ...]
     buffers: tuple[PlainBuffer, ...]
     outputs: tuple[Output, ...]
+    chunks: ChunkStep | None
     folds: tuple[Fold, ...]
     constants: tuple[Tensor, ...]
     examples: tuple[Any, ...]

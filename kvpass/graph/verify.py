@@ -26,8 +26,9 @@ def verify_rewritten(graph: Graph) -> None:
                 raise GraphError(f"{strange[0].name} reads {node.name}, which is packed.")
         if "rope" in node.kwargs and ("/rope=" in str(node.args[2]) or "rows" not in node.kwargs):
             raise GraphError(f"{node.name} cannot turn {node.args[1]} before it is stored.")
-        if node.target is logical.append and node.args[0] is not None:
-            others = [u for u in node.args[0].users if u.target is logical.append]
+        appends = (logical.append, logical.reorder_chunks)
+        if node.target in appends and node.args[0] is not None:
+            others = [u for u in node.args[0].users if u.target in appends]
             if len(others) > 1:
                 raise GraphError(f"{node.args[0]} is appended to twice: {others}.")
             example = node.args[0].meta.get("example_value")

@@ -61,9 +61,9 @@ class GraphReport:
         ops = {choice.op for choice in self.choices}
         if any("pack_after" in node.meta for node in self.after.graph.nodes):
             return "plain step"
-        if "append" in ops:
+        if "append" in ops or "extend_chunks" in ops:
             return "decode"
-        return "prefill" if "pack" in ops else "no packed cache"
+        return "prefill" if "pack" in ops or "reorder_chunks" in ops else "no packed cache"
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

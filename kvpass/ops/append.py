@@ -8,6 +8,7 @@ from torch import Tensor
 from kvpass.cache.residency import MAX_STEP, TensorPlan
 from kvpass.ops.library import define
 from kvpass.ops.pack import fill_sinks, write_packed, write_window
+from kvpass.ops.reorder_chunks import append_exact
 from kvpass.ops.rotary import rotated
 
 SCHEMA = "append(Tensor(a!)[] state, Tensor new, str plan, Tensor? rows=None, str? rope=None) -> ()"
@@ -41,7 +42,8 @@ def append(
     first. Cost is O(new tokens).
 
     Args:
-        state: see `kvpass.ops.pack.empty_state`; room for the packed tokens must exist.
+        state: see `kvpass.ops.pack.empty_state`; room for the packed tokens must exist. Where a
+            plan has levels, exact tokens and ends (see `kvpass.ops.reorder_chunks`).
         new: ``[B, H, n, D]``.
         plan: a printed `TensorPlan`.
         rows: ``[B or 1, n, R]`` of new tokens that are keys before their rotary embedding, see
@@ -51,6 +53,9 @@ def append(
     if rows is not None and rope is not None:
         new = rotated(new, rows, rope)
     p, n = TensorPlan.parse(plan), new.shape[2]
+    if p.levels:
+        append_exact(state, new)
+        return
     if p.codec.identity:
         (total,) = row_ends(state[-1])
         write_packed(state, p, total, new)

@@ -75,7 +75,11 @@ def attention(
 
 
 def _dense(state: list[Tensor], plan: str, n: int, dtype: torch.dtype) -> Tensor:
-    p, total = TensorPlan.parse(plan), row_ends(state[-1])[-1]
+    p = TensorPlan.parse(plan)
+    if p.levels:
+        # Attention knows no order of its tokens: in theirs the mask fits as it is.
+        return unpack(state, sum(row_ends(state[-1])), plan, dtype)
+    total = row_ends(state[-1])[-1]
     if p.codec.identity and p.keep is None and p.rope is None:
         return state[0][:, :, :total]
     tokens = p.visible(total, n)

@@ -17,6 +17,8 @@ from kvpass.cache import native
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import TensorPlan
+from kvpass.cocktail.call import place
+from kvpass.cocktail.placement import Levels
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
 from kvpass.ops.rotary import rotated
 
@@ -91,6 +93,28 @@ def attention(
     return out
 
 
+def reorder_chunks(
+    past: PackedKV | None,
+    new: Tensor,
+    plan: str,
+    whole: bool = False,
+    order: Tensor | None = None,
+) -> PackedKV:
+    """`append` of a prompt by a plan with levels: ``new`` ``[B, H, n, D]`` in the order of the bits
+    that `kvpass.cocktail.use` has set for its chunks; see `kvpass.ops.reorder_chunks`."""
+    if past is not None:
+        past.check()
+        copy = cast(PackedKV, past.clone())
+        placed = place([copy], Levels.of([copy.plan]), new.shape[0], new.shape[2], new.device)
+        torch.ops.kvpass.extend_chunks.default(copy.made, new, placed.slots, plan)
+        return placed.extended(copy.extended(new.shape[2]))
+    p = TensorPlan.parse(plan)
+    placed = place([], Levels.of([p]), new.shape[0], new.shape[2], new.device)
+    made = torch.ops.kvpass.reorder_chunks.default(new, placed.slots, plan)
+    kept = None if order is None else ChannelOrder.of(order)
+    return placed.fresh(made, p, new.shape[2], new.dtype, kept)
+
+
 def slide(packed: PackedKV) -> PackedKV:
     """The tokens that a sliding window leaves in the cache."""
     keep = packed.plan.keep
@@ -126,4 +150,13 @@ def permute_weight(weight: Tensor, order: Tensor, dim: int) -> Tensor:
     return out
 
 
-LOGICAL = (append, attention, permute_channels, permute_weight, slide, stored, unpack)
+LOGICAL = (
+    append,
+    attention,
+    permute_channels,
+    permute_weight,
+    reorder_chunks,
+    slide,
+    stored,
+    unpack,
+)

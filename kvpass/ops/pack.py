@@ -119,6 +119,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
         window. Where a window slides, positions count from the oldest flush that it still touches.
     """
     p = TensorPlan.parse(plan)
+    p.one_codec()
     new = new[:, :, p.skipped(new.shape[2]) :]
     tokens = new.shape[2]
     packed = p.packed(tokens)

@@ -10,6 +10,7 @@ from kvpass.cache.residency import TensorPlan
 from kvpass.ops.append import read_window, row_ends
 from kvpass.ops.library import define
 from kvpass.ops.pack import outliers_of, ring_runs
+from kvpass.ops.reorder_chunks import unpack_chunks
 from kvpass.ops.rotary import read_rows
 
 SCHEMA = "unpack(Tensor[] state, SymInt tokens, str plan, ScalarType dtype) -> Tensor"
@@ -19,7 +20,8 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     """Reference of ``kvpass::unpack``.
 
     Args:
-        state: see `kvpass.ops.pack.empty_state`.
+        state: see `kvpass.ops.pack.empty_state`; where a plan has levels,
+            `kvpass.ops.reorder_chunks`.
         tokens: logical length ``T`` of the handle. The last of the segment ends, unless a window
             slides (the last ``T`` tokens are wanted then) or the cache is static (what is not
             written yet is zero).
@@ -30,6 +32,8 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
         ``[B, H, T, D]``.
     """
     p = TensorPlan.parse(plan)
+    if p.levels:
+        return unpack_chunks(state, p, tokens, dtype)
     ends = row_ends(state[-1])
     total = tokens if p.keep is None else ends[-1]
     first = max(0, total - tokens)

@@ -12,6 +12,7 @@ from kvpass.errors import OptionError, unknown
 from kvpass.plan import Plan
 from kvpass.recipes.auto import Auto as Auto
 from kvpass.recipes.base import Recipe as Recipe
+from kvpass.recipes.cocktail import Cocktail as Cocktail
 from kvpass.recipes.fp import Fp as Fp
 from kvpass.recipes.kivi import Kivi as Kivi
 from kvpass.recipes.kvmix import Kvmix as Kvmix
@@ -21,6 +22,7 @@ from kvpass.recipes.skvq import Skvq as Skvq
 DEFAULT = "kivi-4bit"
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "auto": Auto,
+    "cocktail": Cocktail,
     "fp": Fp,
     "kivi-4bit": lambda: Kivi(bits=4),
     "kivi-2bit": lambda: Kivi(bits=2),

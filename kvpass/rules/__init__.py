@@ -16,6 +16,7 @@ from kvpass.rules.permute_channels import PermuteChannels
 from kvpass.rules.push_order import ChannelGather, PushOrder, ShareTables
 from kvpass.rules.quantize_cache import QuantizeCache
 from kvpass.rules.quantize_static import QuantizeStatic
+from kvpass.rules.reorder_chunks import ReorderChunks
 from kvpass.rules.share_heads import ShareHeads
 
 RULES: list[Rule] = [
@@ -31,6 +32,7 @@ RULES: list[Rule] = [
     ShareTables(),  # P(t)  =  P'(t)[:, ::g], for cosines and sines
     FuseRopeAppend(),  # append(past, rope(x))  =  append(past, x, rope), in one kernel
     ChannelGather(),  # (says which permutations stay)
+    ReorderChunks(),  # attention(q, K, V, mask)  =  attention(q, P(K), P(V), P(mask))
 ]
 
 

@@ -48,7 +48,9 @@ def bias_warnings(context: Context, biases: dict[Node, float]) -> list[str]:
     for cat, largest in biases.items():
         packed = context.packed.get(cat)
         plan = None if packed is None else TensorPlan.parse(str(packed.args[2]))
-        if plan is not None and plan.rope is None and not plan.codec.identity:
+        if plan is None or plan.rope is not None:
+            continue
+        if plan.levels or not plan.codec.identity:
             told.append(
                 f"{module_path(cat)}: the bias of its keys is up to {largest:.0f}; turned by the "
                 "rotary embedding it is most of their range, of which few bits keep little. Store "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.codec import FP
+from kvpass.cache.residency import Residency, TensorPlan
 from lowering.cpp.constants import (
     DTYPES,
     constants_of,
@@ -34,6 +36,7 @@ _VECTOR_ROWS = 8
 _MANY_ROWS = 16
 _FEWEST_LANES = 4
 _ARGUMENTS = struct.Struct("12P19q2d")
+_SEGMENT = struct.Struct("P3qP")
 _KINDS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 _NO_MASK = (0, 0, 0, 0, 0)
 
@@ -54,6 +57,20 @@ def supports(
     softcap: float = 0.0,
 ) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention``, or None."""
+    if TensorPlan.parse(k_plan).levels:
+        return _decline_chunks(q, keys, values, mask, k_plan, v_plan, window)
+    return _decline(q, keys, values, mask, k_plan, v_plan)
+
+
+def _decline(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    k_plan: str,
+    v_plan: str,
+    segment: str = "",
+) -> str | None:
     k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
     if reason := decline_formats(q, k, v, k_plan, v_plan):
         return reason
@@ -76,7 +93,7 @@ def supports(
         or decline_gaps(values, v_plan)
         or decline_compiler(
             "attention",
-            **_parameters(k_plan, v_plan, k_dim, v_dim, q.dtype, rows),
+            **_parameters(k_plan, v_plan, k_dim, v_dim, q.dtype, rows, segment),
         )
     )
 
@@ -106,9 +123,16 @@ def _lanes(k_plan: str, v_plan: str, k_dim: int, v_dim: int, rows: int) -> int:
 
 
 def _parameters(
-    k_plan: str, v_plan: str, k_dim: int, v_dim: int, dtype: torch.dtype, rows: int
+    k_plan: str,
+    v_plan: str,
+    k_dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    rows: int,
+    segment: str = "",
 ) -> dict[str, object]:
     return {
+        **({"segment": segment} if segment else {}),
         "lanes": _lanes(k_plan, v_plan, k_dim, v_dim, rows),
         # Half of the registers hold sums; wide vectors come with twice as many registers.
         "sums": 16 if native_lanes() == 16 else 8,
@@ -122,9 +146,16 @@ def _parameters(
 
 @cache
 def _function(
-    k_plan: str, v_plan: str, k_dim: int, v_dim: int, dtype: torch.dtype, rows: int
+    k_plan: str,
+    v_plan: str,
+    k_dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    rows: int,
+    segment: str = "",
 ) -> Function:
-    return load_function("attention", **_parameters(k_plan, v_plan, k_dim, v_dim, dtype, rows))
+    parameters = _parameters(k_plan, v_plan, k_dim, v_dim, dtype, rows, segment)
+    return load_function("attention", **parameters)
 
 
 def attention(
@@ -144,6 +175,26 @@ def attention(
 
     Args and result are that function's. A row that sees no token gives zero. Threads are torch's.
     """
+    arguments = (q, keys, values, mask, scale, k_plan, v_plan, sinks, causal, window, softcap)
+    return _attend_chunks(*arguments) if TensorPlan.parse(k_plan).levels else _attend(*arguments)
+
+
+def _attend(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+    sinks: Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+    segment: str = "",
+    more: bytes = b"",
+) -> Tensor:
+    """All tokens, or those of one ``segment`` with ``more`` arguments."""
     batch, heads, queries, k_dim = q.shape
     k_codes, v_codes = keys[0], values[0]
     kv_heads = k_codes.shape[1]
@@ -152,7 +203,7 @@ def attention(
         q = q.contiguous()
     if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    function = _function(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k_codes))
+    function = _function(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k_codes), segment)
     out = q.new_empty((batch, heads, queries, v_dim))
     function(
         _ARGUMENTS.pack(
@@ -175,6 +226,7 @@ def attention(
         + rotary_argument(keys, k_plan)
         + ring_argument(keys, k_plan)
         + ring_argument(values, v_plan)
+        + more
     )  # fmt: skip
     return out
 
@@ -183,3 +235,94 @@ def _mask_layout(mask: Tensor) -> tuple[int, ...]:
     """Kind and strides; a broadcast dimension has stride 0."""
     strides = (s if n != 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True))
     return (_KINDS[mask.dtype], *strides)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """One segment of chunks as a cache tensor of its own, whose exact window is never read.
+
+    Attributes:
+        plan: its plan.
+        parts: the places of its state in that of the whole.
+        places: the place of the positions of its tokens.
+    """
+
+    plan: str
+    parts: tuple[int, ...]
+    places: int
+
+    @property
+    def kind(self) -> str:
+        """See attention.cpp.jinja."""
+        return "exact" if len(self.parts) == 2 else "packed"
+
+    def state(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """Of the segment."""
+        return [whole[i] for i in self.parts]
+
+
+@cache
+def _segments(plan: str) -> tuple[_Segment, ...]:
+    """Those of the levels, and of exact tokens at the end."""
+    p = TensorPlan.parse(plan)
+    at, found = p.state_names.index, []
+    for i, codec in enumerate(p.levels):
+        if codec.identity:
+            plan, names = str(FP), [f"codes{i}", "ends"]
+        else:
+            plan = str(TensorPlan(codec, Residency(0, codec.token_group)))
+            names = [f"codes{i}", f"params{i}", "codes", "ends"]
+        found.append(_Segment(plan, tuple(map(at, names)), at(f"places{i}")))
+    return (*found, _Segment(str(FP), (at("codes"), at("ends")), at("places")))
+
+
+def _decline_chunks(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    k_plan: str,
+    v_plan: str,
+    window: int,
+) -> str | None:
+    """As `supports`, where plans have levels."""
+    if window:
+        return f"a window of {window} tokens that lie in the order of their bits"
+    if reason := decline_gaps(keys, k_plan) or decline_gaps(values, v_plan):
+        return reason
+    segments = list(zip(_segments(k_plan), _segments(v_plan), strict=True))
+    kinds = [{k.kind, v.kind} for k, v in segments]
+    if kinds != [*[{"packed"}] * (len(kinds) - 1), {"exact"}]:
+        return f"a level of {k_plan} and {v_plan} is stored as it is"
+    for k, v in segments:
+        states = k.state(keys), v.state(values)
+        if reason := _decline(q, *states, mask, k.plan, v.plan, k.kind):
+            return reason
+    return None
+
+
+def _attend_chunks(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+    sinks: Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """One segment after the other, each by code for its pair of codecs, in one softmax: each
+    function carries on what those before it have summed."""
+    segments = list(zip(_segments(k_plan), _segments(v_plan), strict=True))
+    carried = q.new_empty((*q.shape[:3], values[0].shape[3] + 2), dtype=torch.float32)
+    for number, (k, v) in enumerate(segments):
+        places = keys[k.places]
+        more = (places.data_ptr(), places.shape[1], len(segments), number, carried.data_ptr())
+        out = _attend(
+            q, k.state(keys), v.state(values), mask, scale, k.plan, v.plan, sinks, causal, window,
+            softcap, k.kind, _SEGMENT.pack(*more),
+        )  # fmt: skip
+    return out

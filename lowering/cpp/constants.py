@@ -18,6 +18,7 @@ from lowering.layouts import (
     decline_calibrated,
     decline_filter,
     decline_groups,
+    decline_levels,
     interpreted,
     unbounded,
 )
@@ -56,6 +57,7 @@ class Constants:
         rope: keys are turned when they are read.
         ratio: of the tokens that stay exact, numerator and denominator; None if they are `window`.
         pivotal: that ratio is of the exact tokens, not of all.
+        segments: of chunks of different bits: tokens stored as they are have the last end.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Constants:
     rope: Rope | None = field(default=None, repr=False)
     ratio: tuple[int, int] | None = field(default=None, repr=False)
     pivotal: bool = field(default=False, repr=False)
+    segments: int = field(default=1, repr=False)
 
     @property
     def decoded(self) -> bool:
@@ -148,14 +151,15 @@ def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
     codec, residency = p.codec, p.residency
     table = None if codec.table is None else tuple(map(float, range(len(codec.table))))
     plain = replace(codec, clip=1.0, table=table, qnorm=None)
-    name = str(unbounded(replace(p, codec=plain, rope=None if encodes else p.rope)))
+    alone = replace(p, levels=(), chunk=0)
+    name = str(unbounded(replace(alone, codec=plain, rope=None if encodes else p.rope)))
     return Constants(
         name, dim, codec.word_bits, codec.group, codec.axis == "token",
         residency.window, residency.flush, p.ring, p.keep is not None,
         codec.levels, codec.params == "fp8", encodes and codec.clip != 1, p.sinks, codec.pairs,
         codec.groups.joined_heads(dim), table is not None, codec.outliers,
         None if encodes else p.rope, residency.ratio if p.grows else None,
-        residency.pivotal > 0,
+        residency.pivotal > 0, len(p.levels) + 1,
     )  # fmt: skip
 
 
@@ -175,7 +179,12 @@ def decline_plan(plan: str, dim: int) -> str | None:
 def decline_reading(plan: str, dim: int) -> str | None:
     """Why C++ cannot decode tokens of ``dim`` channels stored so, or None."""
     codec = TensorPlan.parse(plan).codec
-    return decline_calibrated(plan) or decline_groups(codec, dim) or decline_plan(plan, dim)
+    return (
+        decline_levels(plan)
+        or decline_calibrated(plan)
+        or decline_groups(codec, dim)
+        or decline_plan(plan, dim)
+    )
 
 
 def decline_writing(plan: str, dim: int) -> str | None:

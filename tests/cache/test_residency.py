@@ -133,7 +133,7 @@ def test_unreadable_plan(text):
         TensorPlan.parse(text)
     assert str(caught.value) == (
         f"Tensor plan {text!r} cannot be read; allowed: 'fp' or e.g. "
-        "'int2.channel32/window=0,flush=128'."
+        "'int2.channel32/window=0,flush=128', 'int2.channel32|int4.channel32|fp/chunk=32'."
     )
 
 

@@ -1,0 +1,122 @@
+"""Where the tokens of a prompt go: which segment, in which order. On the host, per request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvpass.cache.residency import TensorPlan
+from kvpass.cocktail.bits import ChunkBits
+from kvpass.errors import OptionError, PlanError
+
+Numbers = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What the plans of all cache tensors of a model say of the chunks of a prompt.
+
+    Attributes:
+        labels: the bits by which each level is asked for, those of exact tokens at the end.
+        chunk: chunks are multiples of this many tokens.
+        tile: room in a segment comes in multiples of this many tokens.
+    """
+
+    labels: tuple[float, ...]
+    chunk: int
+    tile: int
+
+    @staticmethod
+    def of(plans: Sequence[TensorPlan]) -> Levels:
+        """Those of ``plans``.
+
+        Raises:
+            PlanError: if they are not the same.
+        """
+        for plan in plans:
+            if (plan.labels, plan.chunk) != (plans[0].labels, plans[0].chunk):
+                raise PlanError(
+                    "The layers of a model need the same levels for the chunks of a prompt, not "
+                    f"{plans[0]} and {plan}."
+                )
+        return Levels(plans[0].labels, plans[0].chunk, math.lcm(*(plan.tile for plan in plans)))
+
+
+def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None:
+    """Raises:
+    OptionError: if ``bits`` do not fit a prompt of ``batch`` sequences of ``tokens``.
+    """
+    if not len(bits.bits) == len(bits.starts) == batch:
+        raise OptionError(
+            f"The chunk bits are those of {len(bits.bits)} sequences ({len(bits.starts)} starts), "
+            f"the prompt has {batch}."
+        )
+    chunk = bits.chunk
+    if type(chunk) is not int or chunk < 1 or chunk % levels.chunk:
+        raise OptionError(
+            f"chunk={chunk!r} is not supported; allowed: a multiple of {levels.chunk} tokens, the "
+            "chunk of the plan."
+        )
+    for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
+        if type(start) is not int or start < 0 or start + chunk * len(asked) > tokens:
+            raise OptionError(
+                f"Sequence {row} has {len(asked)} chunks of {chunk} tokens from token {start!r} "
+                f"on, the prompt {tokens} tokens."
+            )
+        strange = [b for b in asked if b not in levels.labels]
+        if strange:
+            known = ", ".join(f"{label:g}" for label in levels.labels)
+            raise OptionError(
+                f"A chunk of sequence {row} is to have {strange[0]!r} bits; allowed: {known}."
+            )
+
+
+def segment_of_tokens(
+    bits: ChunkBits | None, levels: Levels, batch: int, tokens: int
+) -> NDArray[Any]:
+    """The segment of each token, int8 ``[batch, tokens]``; the last one is exact.
+
+    Raises:
+        OptionError: see `check_bits`.
+    """
+    found = np.full((batch, tokens), len(levels.labels) - 1, np.int8)
+    if bits is None:
+        return found
+    check_bits(bits, levels, batch, tokens)
+    for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
+        segments = np.array([levels.labels.index(b) for b in asked], np.int8)
+        found[row, start : start + bits.chunk * len(asked)] = np.repeat(segments, bits.chunk)
+    return found
+
+
+def joined(rows: Sequence[Sequence[Numbers]], tile: int) -> Numbers:
+    """``[B, N]`` from the parts of each row, -1 behind their ends; ``N`` is whole tiles, two at
+    least (compilers specialise sizes of 0 and 1)."""
+    whole = [np.concatenate(parts) for parts in rows]
+    longest = max((len(row) for row in whole), default=0)
+    out = np.full((len(whole), max(-(-longest // tile), 2) * tile), -1, np.int32)
+    for row, values in enumerate(whole):
+        out[row, : len(values)] = values
+    return out
+
+
+def slots_of(segments: NDArray[Any], levels: Levels) -> list[Numbers]:
+    """For each segment the tokens that go there, ``[B, N]``, see `joined`."""
+    return [
+        joined([[np.flatnonzero(row == s).astype(np.int32)] for row in segments], levels.tile)
+        for s in range(len(levels.labels))
+    ]
+
+
+def on_device(numbers: Sequence[Numbers], device: torch.device) -> list[Tensor]:
+    """As tensors."""
+    # They may be kept with a cache: no inference tensors.
+    with torch.inference_mode(False):
+        return [torch.from_numpy(x).to(device, non_blocking=True) for x in numbers]

@@ -1,0 +1,80 @@
+"""Cocktail: the bits of each chunk of a prompt by its relevance to the query (Tao et al., 2025)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvpass.cache.codec import BITS, FP, Codec
+from kvpass.cache.groups import Axis
+from kvpass.cache.residency import TensorPlan
+from kvpass.errors import OptionError, PlanError
+from kvpass.plan import LayerPlan
+from kvpass.recipes.base import Recipe
+
+_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Cocktail(Recipe):
+    """Chunks of a prompt in the bits that `kvpass.cocktail.use` sets; all else stays exact.
+
+    Keys are quantized per channel within a chunk, values per token.
+
+    Attributes:
+        chunk: tokens.
+        alpha, beta: where a relevance between the least and the largest is low and high (section
+            3.1); for `kvpass.cocktail.chunk_bits`.
+        levels: the bits of low, middle and high relevance, ascending; the last is 16: exact.
+    """
+
+    chunk: int = 32
+    alpha: float = 0.6
+    beta: float = 0.1
+    levels: tuple[float, ...] = (2, 4, 16)
+
+    def __post_init__(self) -> None:
+        if type(self.chunk) is not int or self.chunk < 2:
+            raise OptionError(
+                f"chunk={self.chunk!r} is not supported; allowed: a whole number of at least 2."
+            )
+        for name in ("alpha", "beta"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value <= 1:
+                raise OptionError(
+                    f"{name}={value!r} is not supported; allowed: a number from 0 to 1."
+                )
+        if self.alpha + self.beta > 1:
+            raise OptionError(
+                f"alpha={self.alpha} and beta={self.beta} are not supported; allowed: a sum of at "
+                "most 1."
+            )
+        levels = self.levels
+        known = isinstance(levels, tuple) and all(bits in (*BITS, FP.bits) for bits in levels)
+        if not known or len(levels) < 2 or list(levels) != sorted(set(levels)) or levels[-1] != 16:
+            raise OptionError(
+                f"levels={levels!r} is not supported; allowed: a tuple of bits of "
+                f"{', '.join(map(str, BITS))}, ascending, and 16 at its end."
+            )
+        group = min(_GROUP, self.chunk)
+        if self.chunk % group:
+            raise PlanError(
+                f"chunk={self.chunk} is not supported: it is no multiple of the group of {group} "
+                "tokens that share a scale."
+            )
+
+    @property
+    def name(self) -> str:
+        """``cocktail``."""
+        return "cocktail"
+
+    def _plan(self, axis: Axis, group: int) -> TensorPlan:
+        levels = tuple(Codec(bits, axis, group) for bits in self.levels[:-1])
+        return TensorPlan(levels=levels, chunk=self.chunk)
+
+    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
+        """Keys per channel, values per token, of every level."""
+        values = self._plan("token", math.gcd(_GROUP, value_dim))
+        plan = LayerPlan(self._plan("channel", min(_GROUP, self.chunk)), values)
+        plan.check(path, key_dim, value_dim)
+        return plan

@@ -1,0 +1,50 @@
+"""Requests with chunks of different bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.cocktail import ChunkBits, use
+from kvpass.plan import LayerPlan, Plan
+from tests.harness import run_steps
+
+CHUNK = 8
+
+
+def any_bits(
+    batch: int, tokens: int, seed: int, levels: Sequence[float] = (2, 4, 16), chunk: int = CHUNK
+) -> ChunkBits:
+    """Random bits for as many chunks, from a random token on, as fit each sequence, or fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, tokens // 3 + 1, (batch,), generator=generator).tolist()
+    bits = []
+    for start in starts:
+        most = (tokens - start) // chunk
+        count = int(torch.randint(0, most + 1, (1,), generator=generator))
+        picks = torch.randint(0, len(levels), (count,), generator=generator).tolist()
+        bits.append(tuple(levels[i] for i in picks))
+    return ChunkBits(tuple(bits), tuple(starts), chunk)
+
+
+def plan_of(keys: str, values: str) -> Plan:
+    """The same for all layers."""
+    from kvpass import TensorPlan
+
+    return Plan(LayerPlan(TensorPlan.parse(keys), TensorPlan.parse(values)))
+
+
+def run_request(
+    model: Any,
+    ids: Tensor,
+    lengths: Sequence[int],
+    bits: ChunkBits,
+    mask: Tensor | None = None,
+    cache: Any = None,
+) -> tuple[Tensor, Any]:
+    """As `run_steps`; the first step's chunks have ``bits``."""
+    with use(bits):
+        return run_steps(model, ids, lengths, mask, cache)
