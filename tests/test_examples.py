@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -11,6 +14,7 @@ from examples import (
     add_a_filter,
     add_a_rule,
     allocation,
+    cocktail,
     kvmix_parts,
     kvquant_ladder,
     plot_peak_memory,
@@ -19,6 +23,7 @@ from examples import (
 )
 from kvpass import KvpassError
 from kvpass.cache.filters import FILTERS
+from kvpass.cocktail import ChunkBits
 from kvpass.rules import RULES
 
 
@@ -126,3 +131,34 @@ def test_bits_of_a_plan_are_a_mean_over_its_layers() -> None:
     plan = kvpass.Plan(two, {"0": two, "1": kvpass.LayerPlan(two.keys, four.values)})
     # Scales of groups of 32 are a bit for each element.
     assert skvq_ablation.bits_of(plan, config) == 3.5
+
+
+def test_cocktail_shows_a_question(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    drawn = tmp_path / "relevance.svg"
+    cocktail.main(["--tokens", "200", "--plot", str(drawn)])
+    out = capsys.readouterr().out
+    for part in ("relevance  ", "bits       ", "plain", "kivi-2bit", "cocktail, clipped"):
+        assert part in out
+    assert drawn.read_text().startswith("<?xml")
+    with pytest.raises(SystemExit, match=r"context has \d+ tokens, less than a chunk of 500"):
+        cocktail.main(["--tokens", "200", "--chunk", "500"])
+
+
+def test_cocktail_counts_bits_and_right_answers() -> None:
+    table = cocktail.Table(cocktail.arguments(["--tokens", "150", "--documents", "1"]))
+    bits = ChunkBits([[2, 4, 16]], [1])
+    plan = kvpass.recipe("cocktail").plan(table.config)
+    # Scales of groups of 32 are a bit for each element; six tokens are in no chunk.
+    assert cocktail.bits_stored(plan, 102, 64, bits) == (32 * (3 + 5 + 16) + 6 * 16) / 102
+    kivi = kvpass.recipe("kivi-2bit").plan(table.config)
+    assert cocktail.bits_stored(kivi, 300, 64) == 16 - 13 * (256 + 172) / 300 / 2
+    clipped = cocktail.clipped(plan, 0.8).default
+    assert [codec.clip for codec in clipped.keys.levels] == [0.8, 1.0]
+    assert clipped.values == plan.default.values
+    # One step gives the answers that one token at a time gives.
+    (read,) = table.read
+    prompt = quickstart.recall_prompt(table.tokenizer, 150, cocktail.QUESTIONS, cocktail.FIRST)
+    right = [
+        table._right(copy.deepcopy(read.cache), read.document, i) for i in range(cocktail.QUESTIONS)
+    ]
+    assert sum(right) / len(right) == quickstart.recall_accuracy(table.model, [prompt])

@@ -200,7 +200,6 @@ def test_caches_crop_reorder_and_join() -> None:
             ChunkBits(((2,), (2,) * 5), (0, 3), 8),
             "Sequence 1 has 5 chunks of 8 tokens from token 3",
         ),
-        (ChunkBits(((), ()), (0, -1), 8), "from token -1"),
         (ChunkBits(((2,), (3,)), (0, 0), 8), "to have 3 bits; allowed: 2, 4, 16."),
         (
             ChunkBits(((2,), (2,)), (0, 0), 12),

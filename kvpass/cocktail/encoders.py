@@ -1,0 +1,142 @@
+"""What scores chunks: encoders, from texts to vectors, and rankers, from chunks to numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag, normalize
+
+from kvpass.errors import OptionError
+
+# From N texts to vectors [N, D], as a tensor, an array or lists.
+Encoder = Callable[[list[str]], Any]
+
+
+@runtime_checkable
+class Ranker(Protocol):
+    """Scores chunks without vectors."""
+
+    def rank(self, chunks: list[str], query: str) -> Any:
+        """How relevant each chunk is: numbers ``[N]``."""
+
+
+class TransformersEncoder:
+    """A Hugging Face encoder: the mean of its last hidden states over the tokens of a text, as
+    Contriever is used (Izacard et al., 2021), which Cocktail chose (table IV).
+
+    Args:
+        path: a local folder, or a name on the hub.
+        batch: texts that are encoded together.
+        device: torch's name of one.
+
+    Raises:
+        OptionError: if there is no model or no tokenizer to be loaded.
+    """
+
+    def __init__(
+        self, path: str = "facebook/contriever", *, batch: int = 64, device: str = "cpu"
+    ) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path)
+            self._model = AutoModel.from_pretrained(path).eval().to(device)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n", maxsplit=1)[0]
+            raise OptionError(
+                f"encoder {str(path)!r} cannot be loaded ({reason}); allowed: a local folder or a "
+                "name on the hub, of a model with its tokenizer."
+            ) from None
+        if self._tokenizer.pad_token is None:
+            # Never seen: the mask leaves it out.
+            self._tokenizer.pad_token_id = 0
+        self._batch = batch
+
+    @torch.no_grad()
+    def __call__(self, texts: list[str]) -> Tensor:
+        """Vectors ``[N, D]`` in float32."""
+        parts = [texts[i : i + self._batch] for i in range(0, len(texts), self._batch)]
+        return torch.cat([self._encoded(part) for part in parts])
+
+    def _encoded(self, texts: list[str]) -> Tensor:
+        most = getattr(self._model.config, "max_position_embeddings", None)
+        fed = self._tokenizer(
+            texts, padding=True, truncation=most is not None, max_length=most, return_tensors="pt"
+        ).to(self._model.device)
+        hidden = self._model(**fed).last_hidden_state.float()
+        mask = fed["attention_mask"].unsqueeze(-1)
+        # Where mask is 0 there may be anything.
+        total = hidden.where(mask.bool(), 0).sum(dim=1)
+        mean: Tensor = total / mask.sum(dim=1).clamp_min(1)
+        return mean.cpu()
+
+
+class TokenEmbeddings:
+    """The model's own input embeddings, summed over the tokens of a text: costs nothing and needs
+    nothing.
+
+    What all tokens have in common is taken from each (Mu and Viswanath, 2018), and a token counts
+    the less the more of the texts it is in, by its inverse document frequency
+    ``ln((N + 1) / (n + 1))``: a plain mean of the embeddings finds next to nothing.
+
+    Args:
+        model: whose embeddings are taken.
+        tokenizer: its own.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._table: Tensor = model.get_input_embeddings().weight.detach()
+        self._mean = self._table.mean(dim=0, dtype=torch.float32)
+        self._tokenizer = tokenizer
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        """Vectors ``[N, D]`` in float32."""
+        rows: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        texts_with = Counter(token for ids in rows for token in set(ids))
+        tokens = sorted(texts_with)
+        place = {token: i for i, token in enumerate(tokens)}
+        rarity = torch.tensor([math.log((len(texts) + 1) / (texts_with[t] + 1)) for t in tokens])
+        flat = torch.tensor([place[token] for ids in rows for token in ids], dtype=torch.long)
+        return embedding_bag(
+            flat,
+            normalize(self._table[tokens].float() - self._mean, dim=-1).cpu(),
+            torch.tensor([0, *accumulate(map(len, rows))])[:-1],
+            mode="sum",
+            per_sample_weights=rarity[flat],
+        )
+
+
+class Bm25:
+    """Okapi BM25 over the words of the chunks (Cocktail, table IV), computed by bm25s.
+
+    Raises:
+        OptionError: if bm25s is not installed.
+    """
+
+    def __init__(self) -> None:
+        if find_spec("bm25s") is None:
+            raise OptionError(
+                "Bm25 needs bm25s, which is not installed: pip install 'kvpass[bm25]'; "
+                "TokenEmbeddings does without."
+            )
+
+    def rank(self, chunks: list[str], query: str) -> Any:
+        """Scores ``[N]``, 0 for a chunk that has no word of the query."""
+        import bm25s
+
+        words, (asked,) = (
+            bm25s.tokenize(texts, stopwords=None, return_ids=False, show_progress=False)
+            for texts in (chunks, [query])
+        )
+        if not asked or not any(words):
+            return torch.zeros(len(chunks))
+        index = bm25s.BM25()
+        index.index(words, show_progress=False)
+        return index.get_scores(asked)
