@@ -46,6 +46,7 @@ SWEEPS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("beta", (0.0, 0.2, 0.4)),
     ("levels", ((3, 4, 16),)),
 )
+COMPARED = ("kivi-4bit", "kivi-2bit")
 # See `clipped`. Chosen on documents 0 to 11, of which the table asks nothing.
 CLIP = 0.8
 FIRST = 100
@@ -148,8 +149,7 @@ def show_question(args: argparse.Namespace) -> None:
     print(f"{'cache':<20}{'bytes held':>12}{'bits/element':>14}{'answer':>9}")
     for name, recipe in (
         ("plain", None),
-        ("kivi-4bit", "kivi-4bit"),
-        ("kivi-2bit", "kivi-2bit"),
+        *((name, name) for name in COMPARED),
         ("cocktail", plan),
         ("cocktail, clipped", clipped(plan, CLIP)),
     ):
@@ -303,7 +303,7 @@ def show_table(args: argparse.Namespace) -> None:
     table = Table(args)
     print(f"{len(table.read) * QUESTIONS} questions, encoder '{args.encoder}'")
     print(f"{'':<28}{'bits':>8}{'recall':>9}")
-    for name in ("fp", "kivi-4bit", "kivi-2bit"):
+    for name in ("fp", *COMPARED):
         print(table.uniform(name, kvpass.recipe(name)), flush=True)
     for low in (2, 3, 4):
         options = PAPER | {"levels": (low, 8, 16)}
