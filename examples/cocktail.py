@@ -47,7 +47,7 @@ SWEEPS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("levels", ((3, 4, 16),)),
 )
 COMPARED = ("kivi-4bit", "kivi-2bit")
-# See `clipped`. Chosen on documents 0 to 11, of which the table asks nothing.
+# The recipe's ``clip``. Chosen on documents 0 to 11, of which the table asks nothing.
 CLIP = 0.8
 FIRST = 100
 
@@ -145,13 +145,13 @@ def show_question(args: argparse.Namespace) -> None:
     print(f"search {(found - read) * 1e3:.0f} ms, plain prefill {(read - start) * 1e3:.0f} ms\n")
     if args.plot:
         plot(bits, args.alpha, args.beta, args.plot)
-    plan = kvpass.recipe("cocktail", chunk=args.chunk).plan(model.config)
+    recipes = [kvpass.recipe("cocktail", chunk=args.chunk, clip=clip) for clip in (1.0, CLIP)]
     print(f"{'cache':<20}{'bytes held':>12}{'bits/element':>14}{'answer':>9}")
     for name, recipe in (
         ("plain", None),
         *((name, name) for name in COMPARED),
-        ("cocktail", plan),
-        ("cocktail, clipped", clipped(plan, CLIP)),
+        ("cocktail", recipes[0]),
+        ("cocktail, clipped", recipes[1]),
     ):
         held, stored, text = answered(args, recipe, ids, bits, len(encode(tokenizer, answer)))
         # What is no answer may be the end of a line.
@@ -161,7 +161,7 @@ def show_question(args: argparse.Namespace) -> None:
 
 def answered(
     args: argparse.Namespace,
-    recipe: str | kvpass.Plan | None,
+    recipe: str | kvpass.Recipe | None,
     ids: Tensor,
     bits: ChunkBits,
     new: int,
@@ -227,11 +227,11 @@ class Table:
         Args:
             name: of the row.
             options: of the search.
-            ends: see `clipped`.
+            ends: the recipe's ``clip``.
             all_low: without the search, all chunks get the fewest bits.
         """
-        recipe = kvpass.recipe("cocktail", chunk=options["chunk"], levels=options["levels"])
-        plan = clipped(recipe.plan(self.config), ends)
+        kept = {name: options[name] for name in ("chunk", "levels")}
+        plan = kvpass.recipe("cocktail", **kept, clip=ends).plan(self.config)
         right, stored = [], []
         for read, i in product(self.read, range(QUESTIONS)):
             bits = chunk_bits(
@@ -278,19 +278,6 @@ def bits_stored(
         saved = sum(n * (16 - codec.bits_per_element(head_dim)) for codec, n in packed.items())
         stored += 16 - saved / tokens
     return stored / 2
-
-
-def clipped(plan: kvpass.Plan, ends: float) -> kvpass.Plan:
-    """``plan`` with the ends of the groups of keys in the fewest bits multiplied by ``ends``.
-
-    Rounding adds noise to the scores of a key. The softmax is convex, so that noisy keys get more
-    of it than exact ones: in 2 bits, chunks that do not matter drown the one that does. Ends closer
-    to zero make their scores smaller.
-    """
-    layer = plan.layer_at(0)
-    fewest, *others = layer.keys.levels
-    keys = replace(layer.keys, levels=(replace(fewest, clip=ends), *others))
-    return kvpass.Plan(replace(layer, keys=keys), recipe=plan.recipe)
 
 
 def row(name: str, bits: float, right: float) -> str:

@@ -156,7 +156,7 @@ def test_cocktail_counts_bits_and_right_answers() -> None:
     assert cocktail.bits_stored(plan, 102, 64, bits) == (32 * (3 + 5 + 16) + 6 * 16) / 102
     kivi = kvpass.recipe("kivi-2bit").plan(table.config)
     assert cocktail.bits_stored(kivi, 300, 64) == 16 - 13 * (256 + 172) / 300 / 2
-    clipped = cocktail.clipped(plan, 0.8).default
+    clipped = kvpass.recipe("cocktail", clip=0.8).plan(table.config).default
     assert [codec.clip for codec in clipped.keys.levels] == [0.8, 1.0]
     assert clipped.values == plan.default.values
     # One step gives the answers that one token at a time gives.

@@ -26,12 +26,17 @@ class Cocktail(Recipe):
         alpha, beta: where a relevance between the least and the largest is low and high (section
             3.1); for `kvpass.cocktail.chunk_bits`.
         levels: the bits of low, middle and high relevance, ascending; the last is 16: exact.
+        clip: the ends of the groups of keys in the fewest bits are multiplied by it; 1, as in the
+            paper, leaves them. Rounding adds noise to the scores of a key, and the softmax is
+            convex: in 2 bits, chunks that do not matter drown the one that does. Ends closer to
+            zero (0.8, say) make their scores smaller. Not for keys with large biases.
     """
 
     chunk: int = 32
     alpha: float = 0.6
     beta: float = 0.1
     levels: tuple[float, ...] = (2, 4, 16)
+    clip: float = 1.0
 
     def __post_init__(self) -> None:
         if type(self.chunk) is not int or self.chunk < 2:
@@ -44,6 +49,9 @@ class Cocktail(Recipe):
                 raise OptionError(
                     f"{name}={value!r} is not supported; allowed: a number from 0 to 1."
                 )
+        number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
+        if not number or not 0 < self.clip <= 1:
+            raise OptionError(f"clip={self.clip!r} is not supported; allowed: above 0, at most 1.")
         if self.alpha + self.beta > 1:
             raise OptionError(
                 f"alpha={self.alpha} and beta={self.beta} are not supported; allowed: a sum of at "
@@ -68,13 +76,15 @@ class Cocktail(Recipe):
         """``cocktail``."""
         return "cocktail"
 
-    def _plan(self, axis: Axis, group: int) -> TensorPlan:
-        levels = tuple(Codec(bits, axis, group) for bits in self.levels[:-1])
+    def _plan(self, axis: Axis, group: int, clip: float = 1.0) -> TensorPlan:
+        fewest, *others = self.levels[:-1]
+        more = (Codec(bits, axis, group) for bits in others)
+        levels = (Codec(fewest, axis, group, clip=float(clip)), *more)
         return TensorPlan(levels=levels, chunk=self.chunk)
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """Keys per channel, values per token, of every level."""
         values = self._plan("token", math.gcd(_GROUP, value_dim))
-        plan = LayerPlan(self._plan("channel", min(_GROUP, self.chunk)), values)
+        plan = LayerPlan(self._plan("channel", min(_GROUP, self.chunk), self.clip), values)
         plan.check(path, key_dim, value_dim)
         return plan
