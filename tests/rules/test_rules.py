@@ -36,6 +36,7 @@ def test_order_of_the_built_in_rules():
         "share_tables",
         "fuse_rope_append",
         "channel_gather",
+        "reorder_chunks",
     ]
 
 
@@ -84,6 +85,7 @@ def test_registering_a_name_again_replaces_the_rule():
         "share_tables",
         "fuse_rope_append",
         "channel_gather",
+        "reorder_chunks",
     ]
     (record,) = run(attend, [20])
     assert record.events == []
