@@ -53,22 +53,21 @@ def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None
     """Raises:
     OptionError: if ``bits`` do not fit a prompt of ``batch`` sequences of ``tokens``.
     """
-    if not len(bits.bits) == len(bits.starts) == batch:
+    if len(bits.bits) != batch:
         raise OptionError(
-            f"The chunk bits are those of {len(bits.bits)} sequences ({len(bits.starts)} starts), "
-            f"the prompt has {batch}."
+            f"The chunk bits are those of {len(bits.bits)} sequences, the prompt has {batch}."
         )
     chunk = bits.chunk
-    if type(chunk) is not int or chunk < 1 or chunk % levels.chunk:
+    if chunk % levels.chunk:
         raise OptionError(
             f"chunk={chunk!r} is not supported; allowed: a multiple of {levels.chunk} tokens, the "
             "chunk of the plan."
         )
     for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
-        if type(start) is not int or start < 0 or start + chunk * len(asked) > tokens:
+        if start + chunk * len(asked) > tokens:
             raise OptionError(
-                f"Sequence {row} has {len(asked)} chunks of {chunk} tokens from token {start!r} "
-                f"on, the prompt {tokens} tokens."
+                f"Sequence {row} has {len(asked)} chunks of {chunk} tokens from token {start} on, "
+                f"the prompt {tokens} tokens."
             )
         strange = [b for b in asked if b not in levels.labels]
         if strange:

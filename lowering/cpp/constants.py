@@ -194,6 +194,8 @@ def decline_writing(plan: str, dim: int) -> str | None:
         return f"groups of {codec} that span heads of {dim} are not clipped"
     if codec.word_bits == 1.5 and codec.groups.joined_heads(dim) > 1:
         return f"base 3 of {codec} is not supported where groups span heads"
+    if codec.table is not None and codec.axis == "channel" and not codec.offline:
+        return "a table of levels per channel is written in calibrated ranges only"
     return decline_plan(plan, dim)
 
 

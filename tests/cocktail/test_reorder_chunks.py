@@ -195,7 +195,7 @@ def test_caches_crop_reorder_and_join() -> None:
 @pytest.mark.parametrize(
     ("bits", "sentence"),
     [
-        (ChunkBits(((2,),), (0,), 8), "those of 1 sequences (1 starts), the prompt has 2"),
+        (ChunkBits(((2,),), (0,), 8), "those of 1 sequences, the prompt has 2"),
         (
             ChunkBits(((2,), (2,) * 5), (0, 3), 8),
             "Sequence 1 has 5 chunks of 8 tokens from token 3",

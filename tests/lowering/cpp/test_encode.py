@@ -190,3 +190,8 @@ def test_what_is_declined():
         "tokens are wanted as torch.float16, those of the cache are torch.float32"
     )
     assert pack.supports(x.to("meta"), PLANS[1]) == "device meta is not a CPU"
+
+
+def test_tables_of_levels_are_written_in_calibrated_ranges_only():
+    plan = "nuq2.channel4.table-1.0,-0.2,0.3,1.0/window=0,flush=4"
+    assert "calibrated ranges only" in str(pack.supports(torch.randn(1, 2, 8, 16), plan))
