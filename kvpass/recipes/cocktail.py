@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvpass.cache.codec import BITS, FP, Codec
 from kvpass.cache.groups import Axis
 from kvpass.cache.residency import TensorPlan
+from kvpass.cocktail.bits import ChunkBits
+from kvpass.cocktail.search import chunk_bits
 from kvpass.errors import OptionError, PlanError
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
@@ -23,8 +27,8 @@ class Cocktail(Recipe):
 
     Attributes:
         chunk: tokens.
-        alpha, beta: where a relevance between the least and the largest is low and high (section
-            3.1); for `kvpass.cocktail.chunk_bits`.
+        alpha, beta: where a relevance between the least and the largest is low and high (equations
+            2 and 3); for `chunk_bits`.
         levels: the bits of low, middle and high relevance, ascending; the last is 16: exact.
         clip: the ends of the groups of keys in the fewest bits are multiplied by it; 1, as in the
             paper, leaves them. Rounding adds noise to the scores of a key, and the softmax is
@@ -75,6 +79,16 @@ class Cocktail(Recipe):
     def name(self) -> str:
         """``cocktail``."""
         return "cocktail"
+
+    def chunk_bits(self, context: Any, query: str | Sequence[str], **more: Any) -> ChunkBits:
+        """`kvpass.cocktail.chunk_bits` with this recipe's chunk, alpha, beta and levels; ``more``
+        are its other arguments: ``encoder``, ``tokenizer``, ``input_ids``, ``starts``.
+
+        Raises:
+            OptionError: see there, and if there are not three levels.
+        """
+        own = {name: getattr(self, name) for name in ("chunk", "alpha", "beta", "levels")}
+        return chunk_bits(context, query, **own, **more)
 
     def _plan(self, axis: Axis, group: int, clip: float = 1.0) -> TensorPlan:
         fewest, *others = self.levels[:-1]

@@ -97,6 +97,17 @@ def test_each_sequence_of_a_batch_has_bits_of_its_own():
     assert ChunkBits.of_batch(single).bits == got.bits
 
 
+def test_a_recipe_searches_by_its_own_fields():
+    fields = {"chunk": 2, "alpha": 0.3, "beta": 0.3, "levels": (3, 8, 16)}
+    options = {"encoder": Scores(), "tokenizer": TOKENIZER}
+    words = text(0, 0, 5, 0, 9, 0, 10, 0)
+    got = kvpass.recipe("cocktail", **fields).chunk_bits(words, "w1", **options)
+    assert got == chunk_bits(words, "w1", **fields, **options)
+    assert got.bits == ((3, 8, 16, 16),)
+    with pytest.raises(OptionError, match="three of"):
+        kvpass.recipe("cocktail", levels=(2, 16)).chunk_bits(words, "w1", **options)
+
+
 def test_a_context_is_found_in_the_input():
     """Padding, <s>, a system prompt, the context and the query."""
     made = tokenizer(bos=True)
