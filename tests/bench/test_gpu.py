@@ -149,7 +149,7 @@ def test_the_kernels_part(monkeypatch):
     monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
     text, rows, right = gpu._kernels(CPU, torch.float16, 64)
     assert not right
-    assert "kivi-2bit: 0 of 37 right" in text
+    assert "kivi-2bit: 0 of 38 right" in text
     assert "WRONG pack keys fp float16 D=64 T=1: served by" in text
     assert json.dumps(rows)
 
