@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvpass.backend import provider
 from kvpass.bench.device import cache_size, free_memory
-from kvpass.bench.plans import layer_plan, packed_states
+from kvpass.bench.plans import handle_of, layer_plan, packed_states
 from kvpass.bench.timing import Contender, relative_error
-from kvpass.cache.packed import PackedKV
+from kvpass.cache.residency import TensorPlan
 from kvpass.errors import OptionError
 
 HF_NAME = "sdpa enable_gqa (HF)"
@@ -136,7 +136,8 @@ def decoded_rows(
             torch.ops.kvpass.unpack(
                 # All sequences may have the same cosines and sines.
                 [t[b : b + 1] if t.shape[0] > b else t for t in state],
-                int(state[-1][b, -1]),
+                # Ends of segments, or where a plan has levels how many tokens each has.
+                int(state[-1][b].sum() if TensorPlan.parse(plan).levels else state[-1][b, -1]),
                 plan,
                 torch.float32,
             )
@@ -156,7 +157,7 @@ def packed_contender(case: Case, recipe: str, q: Tensor, k: Tensor, v: Tensor) -
     plans = (str(plan.keys), str(plan.values))
     keys, values = packed_states(plan, k, v)
     handles = [
-        PackedKV(state, tensor_plan, case.tokens, case.dtype)
+        handle_of(state, tensor_plan, case.tokens, case.dtype)
         for state, tensor_plan in ((keys, plan.keys), (values, plan.values))
     ]
     count = copies(sum(h.nbytes for h in handles), case.device)

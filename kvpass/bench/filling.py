@@ -15,7 +15,7 @@ from transformers.cache_utils import QuantizedLayer
 
 from kvpass.bench.contenders import random_tokens
 from kvpass.bench.models import CacheShape, cache_shape
-from kvpass.bench.plans import packed_states
+from kvpass.bench.plans import handle_of, packed_states
 from kvpass.bench.timing import synchronize
 from kvpass.cache.packed import PackedKV
 from kvpass.errors import OptionError, unknown
@@ -137,7 +137,7 @@ def packed_cache(setting: Setting, plan: LayerPlan) -> Any:
     for layer in cache.layers:
         layer.lazy_initialization(*plain)
         layer.keys, layer.values = (
-            PackedKV([t.clone() for t in state], p, setting.context, setting.dtype)
+            handle_of([t.clone() for t in state], p, setting.context, setting.dtype)
             for state, p in zip(states, plans, strict=True)
         )
         if plan.keys.rope is not None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import kvpass.ops.pack
 import kvpass.ops.rotary  # noqa: F401  (registers the ops)
+from kvpass.cache.packed import PackedKV
+from kvpass.cache.residency import TensorPlan
 from kvpass.cache.rope import Rope
 from kvpass.calibration.seen import (
     STORED,
@@ -21,12 +23,17 @@ from kvpass.calibration.seen import (
     SeenGradient,
     Stored,
 )
+from kvpass.cocktail import ChunkBits, use
+from kvpass.ops import logical
 from kvpass.plan import LayerPlan
 from kvpass.recipes import written_recipe
 
 # That a calibrated recipe sees.
 _TOKENS = 1024
 _THETA = 10000.0
+# Of Cocktail's chunks: in the fewest bits, and exact, as its search finds them in the documents of
+# examples/cocktail.py; levels between share the others.
+_LOW, _EXACT = 0.88, 0.035
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,14 @@ def packed_states(
     plan: LayerPlan, keys: Tensor, values: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What ``kvpass::pack`` makes of keys and values; the former stand before their rotary
-    embedding where the plan says so."""
+    embedding where the plan says so. Where it has levels, chunks have `random_bits`."""
+    if plan.keys.levels:
+        with use(random_bits(plan.keys, keys.shape[0], keys.shape[2])):
+            k, v = (
+                logical.reorder_chunks(None, x, str(tensor_plan)).state
+                for x, tensor_plan in ((keys, plan.keys), (values, plan.values))
+            )
+        return k, v
     ranges = None if plan.key_ranges is None else plan.key_ranges.tensor(keys.device)
     k = torch.ops.kvpass.pack(keys, str(plan.keys), ranges)
     if plan.keys.rope is not None:
@@ -98,3 +112,22 @@ def packed_states(
         rows = torch.cat([angles.cos(), angles.sin()], dim=1).to(keys.dtype).unsqueeze(0)
         k.insert(-1, torch.ops.kvpass.pack_rotary(rows, str(plan.keys)))
     return k, torch.ops.kvpass.pack(values, str(plan.values))
+
+
+def random_bits(plan: TensorPlan, batch: int, tokens: int) -> ChunkBits:
+    """Bits of all chunks of so many tokens: most in the fewest, few exact. The same at every
+    call."""
+    count, between = tokens // plan.chunk, len(plan.levels) - 1
+    shares = [_LOW, *[(1 - _LOW - _EXACT) / max(between, 1)] * between, _EXACT]
+    generator = torch.Generator().manual_seed(0)
+    bits = []
+    for _ in range(batch):
+        picks = torch.multinomial(torch.tensor(shares), count, True, generator=generator)
+        bits.append([plan.labels[i] for i in picks.tolist()])
+    return ChunkBits(tuple(map(tuple, bits)), (0,) * batch, plan.chunk)
+
+
+def handle_of(state: list[Tensor], plan: TensorPlan, tokens: int, dtype: torch.dtype) -> PackedKV:
+    """The cache tensor of a state of `packed_states`."""
+    exact = int(state[-1][:, -1].max()) if plan.levels else None
+    return PackedKV(state, plan, tokens, dtype, written=exact)

@@ -1,0 +1,154 @@
+"""What it is worth to reorder chunks by their bits (Cocktail's second module).
+
+    python -m examples.chunk_switching --tokens 32768    # on a CPU, half a minute
+
+Times one decode step's attention over chunks of 2, 4 and 16 bits: as ``cocktail`` stores them, one
+segment for each level, and in the order of the text, where the same kernels are called anew
+wherever the bits change. Beside them `kivi-4bit` and dense attention. All are checked first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+import kvpass
+import kvpass.backend  # makes backend="kvpass" known without installation
+from kvpass.bench.attention import AttentionRun, attention_section
+from kvpass.bench.contenders import (
+    TOLERANCE,
+    Case,
+    copies,
+    decoded_rows,
+    dense_attention,
+    dense_contenders,
+    packed_contender,
+)
+from kvpass.bench.plans import layer_plan, packed_states, random_bits
+from kvpass.bench.timing import Contender, copy_bandwidth, measure, relative_error
+from kvpass.cache.codec import FP
+from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.plan import LayerPlan
+from lowering.cpp.attend import attend_segment
+
+
+@dataclass(frozen=True)
+class Run:
+    """Chunks that lie side by side in the text and have equal bits.
+
+    Attributes:
+        plans: of keys and values.
+        tensors: codes, and params where tokens are packed, of keys and of values.
+        places: the positions of the tokens, int32 ``[1, n]``.
+    """
+
+    plans: tuple[str, str]
+    tensors: tuple[list[Tensor], list[Tensor]]
+    places: Tensor
+
+    @property
+    def kind(self) -> str:
+        """See `lowering.cpp.attend.attend_segment`."""
+        return "exact" if len(self.tensors[0]) == 1 else "packed"
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values."""
+        return sum(t.nbytes for x in self.tensors for t in x)
+
+    def clone(self) -> Run:
+        """On memory of its own."""
+        keys, values = ([t.clone() for t in x] for x in self.tensors)
+        return replace(self, tensors=(keys, values), places=self.places.clone())
+
+
+def runs_of(plan: LayerPlan, k: Tensor, v: Tensor) -> list[Run]:
+    """Those of a text; all exact tokens are the last one."""
+    tokens = k.shape[2]
+    (bits,) = random_bits(plan.keys, 1, tokens).bits
+    exact, found, end = torch.ones(tokens, dtype=torch.bool), [], 0
+    for width, chunks in groupby(bits):
+        at, end = end, end + plan.keys.chunk * len(list(chunks))
+        if width != FP.bits:
+            level = plan.keys.labels.index(width)
+            found.append(packed_run(plan, level, k[:, :, at:end], v[:, :, at:end], at))
+            exact[at:end] = False
+    dense = ([k[:, :, exact]], [v[:, :, exact]])
+    return [*found, Run((str(FP), str(FP)), dense, exact.nonzero().T.int())]
+
+
+def packed_run(plan: LayerPlan, level: int, k: Tensor, v: Tensor, at: int) -> Run:
+    """Tokens from position ``at`` on, in the bits of a level."""
+    codecs = plan.keys.levels[level], plan.values.levels[level]
+    keys, values = (str(TensorPlan(c, Residency(0, c.token_group))) for c in codecs)
+    tensors = list(codecs[0].encode(k)), list(codecs[1].encode(v))
+    places = torch.arange(at, at + k.shape[2], dtype=torch.int32).unsqueeze(0)
+    return Run((keys, values), tensors, places)
+
+
+def attend_in_order(q: Tensor, runs: Sequence[Run], ends: Tensor, scale: float) -> Tensor:
+    """One run after the other, in one softmax."""
+    carried = q.new_empty((*q.shape[:3], q.shape[3] + 2), dtype=torch.float32)
+    for number, run in enumerate(runs):
+        # Where tokens are packed, the exact window is never read.
+        window = [] if run.kind == "exact" else [q]
+        keys, values = ([*x, *window, ends] for x in run.tensors)
+        out = attend_segment(
+            q, keys, values, None, scale, *run.plans, None, False, 0.0, run.kind, run.places,
+            len(runs), number, carried,
+        )  # fmt: skip
+    return out
+
+
+def in_order(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Contender:
+    """The chunks of ``kvpass cocktail`` in the order of the text."""
+    plan = layer_plan("cocktail", k, v)
+    runs, plans = runs_of(plan, k, v), (str(plan.keys), str(plan.values))
+    ends = torch.tensor([[run.places.shape[1] for run in runs]], dtype=torch.int32)
+    rows = decoded_rows(*packed_states(plan, k, v), *plans)
+    expected = dense_attention(q, rows, case.scale)
+    size = sum(run.nbytes for run in runs)
+    count = copies(size, case.device)
+    return Contender(
+        name="the same in the text's order",
+        calls=[
+            partial(attend_in_order, q, [run.clone() for run in runs], ends, case.scale)
+            for _ in range(count)
+        ],
+        error=partial(relative_error, expected=expected),
+        tolerance=TOLERANCE[case.dtype],
+        bytes_read=size,
+        note=f"{len(runs)} runs, buffers: {count}",
+        required=True,
+    )
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description="Attention over chunks, reordered or not.")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--rounds", type=int, default=100)
+    args = parser.parse_args(argv)
+    try:
+        case = Case(1, 32, 8, 128, args.tokens, torch.float32, torch.device("cpu"))
+        q, k, v = case.query(0), case.cached(1), case.cached(2)
+        contenders = [packed_contender(case, name, q, k, v) for name in ("cocktail", "kivi-4bit")]
+        contenders += [in_order(case, q, k, v), *dense_contenders(case, q, k, v)]
+        results = measure(contenders, args.rounds, case.device)
+    except kvpass.KvpassError as error:
+        sys.exit(str(error))
+    run = AttentionRun(case, results, copy_bandwidth(case.device))
+    print(attention_section(run))
+    sys.exit(int(any(result.wrong for result in results)))
+
+
+if __name__ == "__main__":
+    main()
