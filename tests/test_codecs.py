@@ -17,6 +17,8 @@ from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_CODES_FP32
 
 STEPS = [1, 1, 5, 16, 1, 33, 1, 17, 3, 1]
+# Each further kind of step is a graph to compile, and more kernels.
+ALL_STEPS = ("fp8 and clip", "sinks", "a filter", "many sinks, groups of tokens")
 PLANS = {
     "fp8 and clip": "int2.token16.fp8.clip0.92/window=16,flush=1",
     "3 bits": "int3.channel8/window=0,flush=16",
@@ -39,7 +41,7 @@ def both(text: str) -> Plan:
 )
 def test_logits_equal_the_oracles(name: str, first: int) -> None:
     model, plan = tiny_model("llama", layers=1), both(PLANS[name])
-    steps = [first, *STEPS]
+    steps = [first, *(STEPS if name in ALL_STEPS else [1] * 20)]
     ids = prompt(2, sum(steps), seed=1)
     torch._dynamo.reset()
     wanted, _ = run_steps(model, ids, steps, None, oracle_cache(plan, model.config))

@@ -52,8 +52,8 @@ def test_two_bits_hold_at_most_three_point_three_at_8192_tokens() -> None:
 
 
 def test_a_prefill_keeps_one_layer_plain_at_a_time() -> None:
-    """16 layers: peak <= the model's own activations + one layer's K and V + the packed cache."""
-    layers, tokens = 16, 2048
+    """10 layers: peak <= the model's own activations + one layer's K and V + the packed cache."""
+    layers, tokens = 10, 2048
     model = tiny_model("llama", layers=layers, hidden_size=32, intermediate_size=32, head_dim=64)
     ids = prompt(1, tokens)
     # With padding every version of transformers makes a mask, compiled or not.
@@ -68,7 +68,7 @@ def test_a_prefill_keeps_one_layer_plain_at_a_time() -> None:
         held, _ = cache_bytes(packed(ids, use_cache=True, **options).past_key_values)
     one_layer = 2 * 2 * tokens * 64 * 4
     assert with_cache <= own + one_layer + held, (with_cache, own, one_layer, held)
-    assert one_layer + held < layers * one_layer / 4, "a cache kept plain would be far above that"
+    assert one_layer + held < layers * one_layer / 3, "a cache kept plain would be far above that"
 
 
 def resident() -> int:

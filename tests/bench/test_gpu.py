@@ -67,6 +67,7 @@ def test_a_wrong_kernel_is_caught(op, monkeypatch):
 @no_gpu
 def test_another_provider_is_not_accepted(monkeypatch):
     monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
+    monkeypatch.setattr(gpu, "_FORMATS", ("fp", "kivi-2bit"))
     found = checks(wanted="triton")
     assert not any(c.passed for c in found)
     assert "served by" in found[0].problem
@@ -147,6 +148,7 @@ def test_the_decode_part(monkeypatch):
 @no_gpu
 def test_the_kernels_part(monkeypatch):
     monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
+    monkeypatch.setattr(gpu, "_FORMATS", ("fp", "kivi-2bit"))
     text, rows, right = gpu._kernels(CPU, torch.float16, 64)
     assert not right
     assert "kivi-2bit: 0 of 38 right" in text

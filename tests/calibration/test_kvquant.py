@@ -157,7 +157,9 @@ def test_compiled_equals_the_oracle(family: str, name: str, fields: dict[str, An
     assert all(
         torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
     )
-    assert flipping_error(model, plan, [30, 1, 1, 5, 1, 33, 1, 1], batch=2) <= LOGITS_CODE_FLIP
+    # Every further kind of step is a graph to compile.
+    steps = [30, 1, 1, 5, 1, 33, 1, 1] if (family, fields) == ("llama", {}) else [30, *[1] * 6]
+    assert flipping_error(model, plan, steps, batch=2) <= LOGITS_CODE_FLIP
 
 
 def test_plans_are_saved_and_equal_seeds_make_equal_ones(tmp_path: Any) -> None:

@@ -55,6 +55,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # A prompt, steps of one and of several tokens, and further prompts.
 STEPS = [30, 1, 1, 5, 16, 1, 33, 1, 1]
+# Of the models that take all of them; each is a graph to compile.
+ALL_STEPS = ("llama", "glm4")
 
 
 def model_of(name: str, **options: Any) -> Any:
@@ -73,10 +75,11 @@ def keys_of(cache: Any, layer: int = 0) -> PackedKV:
 )
 def test_logits_equal_eager(name: str, padded: bool) -> None:
     model = model_of(name)
-    ids, mask, visible = batch_text(sum(STEPS), padded)
-    wanted, plain = run_steps(model, ids, STEPS, mask)
+    steps = STEPS if name in ALL_STEPS else [30, *[1] * 5]
+    ids, mask, visible = batch_text(sum(steps), padded)
+    wanted, plain = run_steps(model, ids, steps, mask)
     twin = compiled(model, FP, strict=True)
-    got, cache = run_steps(twin, ids, STEPS, mask)
+    got, cache = run_steps(twin, ids, steps, mask)
     assert (got - wanted)[visible].abs().max().item() <= LOGITS_FP32
     for i, layer in enumerate(plain.layers):
         keys = keys_of(cache, i)
