@@ -135,10 +135,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description="Attention over chunks, reordered or not.")
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args(argv)
     try:
-        case = Case(1, 32, 8, 128, args.tokens, torch.float32, torch.device("cpu"))
+        dtype = getattr(torch, args.dtype)
+        case = Case(1, 32, 8, 128, args.tokens, dtype, torch.device("cpu"))
         q, k, v = case.query(0), case.cached(1), case.cached(2)
         contenders = [packed_contender(case, name, q, k, v) for name in ("cocktail", "kivi-4bit")]
         contenders += [in_order(case, q, k, v), *dense_contenders(case, q, k, v)]

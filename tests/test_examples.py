@@ -14,6 +14,7 @@ from examples import (
     add_a_filter,
     add_a_rule,
     allocation,
+    chunk_switching,
     cocktail,
     kvmix_parts,
     kvquant_ladder,
@@ -22,6 +23,7 @@ from examples import (
     skvq_ablation,
 )
 from kvpass import KvpassError
+from kvpass.bench.contenders import Case
 from kvpass.cache.filters import FILTERS
 from kvpass.cocktail import ChunkBits
 from kvpass.rules import RULES
@@ -166,3 +168,10 @@ def test_cocktail_counts_bits_and_right_answers() -> None:
         table._right(copy.deepcopy(read.cache), read.document, i) for i in range(cocktail.QUESTIONS)
     ]
     assert sum(right) / len(right) == quickstart.recall_accuracy(table.model, [prompt])
+
+
+def test_chunks_in_the_order_of_the_text_are_attended_to_alike() -> None:
+    case = Case(1, 4, 2, 32, 500, torch.float32, torch.device("cpu"))
+    contender = chunk_switching.in_order(case, case.query(0), case.cached(1), case.cached(2))
+    assert int(contender.note.split()[0]) > 3
+    assert contender.error(contender.calls[0]()) <= contender.tolerance

@@ -21,13 +21,18 @@ def _small_cache(monkeypatch):
     monkeypatch.setattr(contenders, "cache_size", lambda device: 1 << 18)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_all_contenders_are_right(dtype):
-    (run,) = bench_attention(
-        [replace(CASE, dtype=dtype)], ["fp", "kivi-4bit", "kivi-2bit"], 3, progress=False
-    )
+@pytest.mark.parametrize(
+    ("dtype", "recipes"),
+    [
+        (torch.float32, ["fp", "kivi-4bit"]),
+        (torch.bfloat16, ["kivi-2bit", "cocktail"]),
+        (torch.float16, ["kivi-2bit"]),
+    ],
+)
+def test_all_contenders_are_right(dtype, recipes):
+    (run,) = bench_attention([replace(CASE, dtype=dtype)], recipes, 3, progress=False)
     names = [r.name for r in run.results]
-    assert names == ["kvpass fp", "kvpass kivi-4bit", "kvpass kivi-2bit", HF_NAME, ROWS_NAME]
+    assert names == [*(f"kvpass {name}" for name in recipes), HF_NAME, ROWS_NAME]
     for result in run.results:
         assert not result.wrong, (result.name, result.error)
         assert len(result.times_ms) == 3
@@ -36,7 +41,7 @@ def test_all_contenders_are_right(dtype):
     table = str(attention_section(run))
     assert "300 tokens, batch 2, 4 query and 2 KV heads of 64" in table
     _, choice = contenders.provider("pack", CASE.cached(1), "int2.channel32/window=0,flush=128")
-    assert f"kvpass kivi-2bit: {choice.provider}, buffers: " in table
+    assert f"kvpass {recipes[0]}: {choice.provider}, buffers: " in table
 
 
 def test_bytes_and_buffers():
