@@ -148,8 +148,9 @@ def test_query_rows(heads, n):
     check(plans, keys, values, query(1, heads, n, 64), causal)
 
 
-@pytest.mark.parametrize("heads", [4, 12])
-@pytest.mark.parametrize("plans", [kivi(2), kivi(4), ("fp", "fp")], ids=str)
+@pytest.mark.parametrize(
+    ("plans", "heads"), [(kivi(2), 4), (kivi(4), 12), (("fp", "fp"), 4)], ids=str
+)
 def test_every_size_that_is_tried(plans, heads):
     """Recorded, then run, as when they are measured."""
     keys, values = states(plans, 1290)
@@ -219,8 +220,15 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("plans", [kivi(2), kivi(4), ("fp", "fp"), ("fp", kivi(4)[1])], ids=str)
-@pytest.mark.parametrize("name", VARIANTS)
+# The interpreter takes half a minute for each: all with one pair of formats, some with the others.
+VARIED = [
+    *((name, kivi(2)) for name in VARIANTS),
+    *((name, pair) for pair in (kivi(4), ("fp", "fp"), ("fp", kivi(4)[1]))
+      for name in ("causal-window", "all")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plans"), VARIED, ids=str)
 def test_variants(name, plans):
     """Alone and with a mask, for as many new tokens as there are of the last prompt or step."""
     g = torch.Generator().manual_seed(3)

@@ -81,7 +81,6 @@ def check(plans, keys, values, n, mask=None, dtype=torch.float16, heads=4, **var
     "plans",
     [
         kivi(2),
-        kivi(4),
         ("fp", "fp"),
         ("int4.token32/window=40,flush=1", "int4.token64/window=8,flush=4"),
         ("int2.channel32/window=32,flush=32", "fp"),
@@ -108,7 +107,7 @@ def test_masks_and_variants(lengths):
             check(plans, keys, values, n, mask)
         check(plans, keys, values, n, causal=True)
         variant = {"causal": True, "softcap": 6.0, "sinks": torch.linspace(-2, 6, 4)}
-        for window in (1, keep // 3, keep + 1):
+        for window in (keep // 3, keep + 1):
             check(plans, keys, values, n, shown, window=window, **variant)
 
 
