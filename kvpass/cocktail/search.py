@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from transformers import PreTrainedModel
 
 from kvpass.cache.codec import BITS
 from kvpass.cocktail.bits import ChunkBits, check_chunk
-from kvpass.cocktail.encoders import Encoder, Ranker
+from kvpass.cocktail.encoders import Encoder, Ranker, TokenEmbeddings
 from kvpass.errors import OptionError
 
 Ids = list[int]
@@ -24,7 +25,7 @@ def chunk_bits(
     context: Any,
     query: str | Sequence[str],
     *,
-    encoder: Encoder | Ranker,
+    encoder: Encoder | Ranker | PreTrainedModel,
     tokenizer: Any,
     chunk: int = 32,
     alpha: float = 0.6,
@@ -46,7 +47,8 @@ def chunk_bits(
             looked for in ``input_ids``, without special tokens.
         query: what is asked; one text for all, or one for each sequence.
         encoder: from a list of texts to vectors ``[N, D]``, whose cosines (equation 1) are the
-            scores; or a `Ranker`. It sees a sequence at a time: its query, then its chunks.
+            scores; or a `Ranker`. It sees a sequence at a time: its query, then its chunks. The
+            model itself stands for `TokenEmbeddings` of it.
         tokenizer: the model's own.
         chunk: tokens. What is left behind the last whole chunk stays exact.
         alpha, beta: of `thresholds`.
@@ -59,6 +61,8 @@ def chunk_bits(
         OptionError: if a value is not allowed, a context is shorter than a chunk or not where it
             should be in the input, or the encoder fails to score each chunk.
     """
+    if isinstance(encoder, PreTrainedModel):
+        encoder = TokenEmbeddings(encoder, tokenizer)
     check_chunk(chunk)
     _check_levels(levels)
     _check_shares(alpha, beta)

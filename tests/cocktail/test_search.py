@@ -164,6 +164,7 @@ def test_token_embeddings_find_the_chunk_that_shares_words():
     got = chunk_bits(context, text(1, 9), encoder=encoder, tokenizer=TOKENIZER, chunk=4)
     assert got.bits[0][1] == 16
     assert got.bits[0].count(16) == 1
+    assert got == chunk_bits(context, text(1, 9), encoder=model, tokenizer=TOKENIZER, chunk=4)
 
 
 def test_a_transformers_encoder_is_the_mean_over_tokens(tmp_path):
