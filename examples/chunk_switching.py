@@ -34,7 +34,8 @@ from kvpass.bench.contenders import (
 from kvpass.bench.plans import layer_plan, packed_states, random_bits
 from kvpass.bench.timing import Contender, copy_bandwidth, measure, relative_error
 from kvpass.cache.codec import FP
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from lowering.cpp.attend import attend_segment
 

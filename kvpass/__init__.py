@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvpass.cache.packed import PackedKV as PackedKV
     from kvpass.cache.ranges import ChannelRanges as ChannelRanges
     from kvpass.cache.residency import Residency as Residency
-    from kvpass.cache.residency import Segment as Segment
-    from kvpass.cache.residency import TensorPlan as TensorPlan
+    from kvpass.cache.tensor_plan import Segment as Segment
+    from kvpass.cache.tensor_plan import TensorPlan as TensorPlan
     from kvpass.calibration.allocation import Allocation as Allocation
     from kvpass.calibration.allocation import allocate as allocate
     from kvpass.calibration.calibrate import calibrate as calibrate
@@ -55,8 +55,8 @@ _HOMES = {
     "Residency": "kvpass.cache.residency",
     "Rule": "kvpass.rules",
     "Scores": "kvpass.calibration.scores",
-    "Segment": "kvpass.cache.residency",
-    "TensorPlan": "kvpass.cache.residency",
+    "Segment": "kvpass.cache.tensor_plan",
+    "TensorPlan": "kvpass.cache.tensor_plan",
     "allocate": "kvpass.calibration.allocation",
     "calibrate": "kvpass.calibration.calibrate",
     "explain": "kvpass.inspect.explain",

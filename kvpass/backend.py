@@ -23,8 +23,9 @@ from kvpass._torch import (
 )
 from kvpass.errors import UnmatchedGraphError
 from kvpass.fingerprint import check_weights
-from kvpass.graph.bind import bind_state, unpack_unknown_readers
+from kvpass.graph.bind import bind_state
 from kvpass.graph.binding import Binding
+from kvpass.graph.packed_readers import unpack_unknown_readers
 from kvpass.graph.sites import find_sites, module_path
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe

@@ -150,7 +150,7 @@ def _layer_plan(options: argparse.Namespace, key_dim: int, value_dim: int) -> La
     import torch
 
     from kvpass.bench.plans import layer_plan
-    from kvpass.cache.residency import TensorPlan
+    from kvpass.cache.tensor_plan import TensorPlan
     from kvpass.errors import OptionError
     from kvpass.plan import LayerPlan
     from kvpass.recipes import DEFAULT

@@ -13,8 +13,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpass.cache.filters import empty_kept, keep, restored
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.context import current
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan, Plan

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.ranges import ChannelRanges
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
 from kvpass.fingerprint import Weights
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvpass._torch import assert_soon
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.call import Placed, place
 from kvpass.errors import CacheStateError
 from kvpass.graph.binding import (

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from lowering.codegen import load_kernels
 from lowering.heuristics import encode_tokens
 from lowering.launch import launch

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
+from kvpass.cache.tensor_plan import TensorPlan
 from lowering.codegen import load_kernels
 from lowering.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.launch import launch, on_nvidia

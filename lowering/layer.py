@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import KernelError
 from kvpass.ops.pack import pack_fake
 from kvpass.ops.rotary import pack_rotary_fake

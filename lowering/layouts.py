@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.codec import Codec
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from triton_templates import Layout
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

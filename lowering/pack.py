@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.pack import empty_state
 from lowering.codegen import load_kernels
 from lowering.heuristics import COPIED_TOKENS, encode_tokens

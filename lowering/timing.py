@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.pack import empty_state
 from lowering.heuristics import AttentionSizes
 from lowering.launch import Launch, record_launches

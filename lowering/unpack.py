@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from lowering.codegen import load_kernels
 from lowering.heuristics import decode_tokens
 from lowering.launch import launch, on_nvidia

@@ -8,7 +8,7 @@ import kvpass.ops.append
 import kvpass.ops.pack
 import kvpass.ops.rotary  # noqa: F401
 from kvpass.cache.encoding import offline_params, split_outliers
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from tests.triton_templates.kernel_reference import keys_like
 
 ops = torch.ops.kvpass

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.cache.codec import BITS, Codec
-from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
+from kvpass.cache.residency import MAX_STEP, Residency
+from kvpass.cache.tensor_plan import TensorPlan
 
 HEAD_DIMS = (16, 64, 80, 128)
 DIMS = st.sampled_from(HEAD_DIMS)

@@ -10,7 +10,7 @@ from transformers import StaticCache
 
 import kvpass.backend
 from kvpass import PackedKV, Plan, oracle_cache
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from tests.harness import compiled, run_steps
 from tests.models import prompt, tiny_model

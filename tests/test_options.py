@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvpass.cache.codec import Codec
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import KvpassError, OptionError, PlanError, unknown
 from kvpass.options import Options, parse_options
 from kvpass.plan import LayerPlan, Plan

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import recipe

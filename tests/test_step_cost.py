@@ -14,7 +14,7 @@ import lowering.providers  # noqa: F401  (registers the C++ ops)
 from kvpass import recipe
 from kvpass.bench.filling import Setting, packed_cache
 from kvpass.cache import native
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.pack import empty_state
 from tests.harness import compiled, peak
 from tests.models import tiny_model

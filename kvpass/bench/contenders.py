@@ -17,7 +17,7 @@ from kvpass.backend import provider
 from kvpass.bench.device import cache_size, free_memory
 from kvpass.bench.plans import handle_of, layer_plan, packed_states
 from kvpass.bench.timing import Contender, relative_error
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import OptionError
 
 HF_NAME = "sdpa enable_gqa (HF)"

@@ -17,8 +17,8 @@ from kvpass.bench.plans import layer_plan, packed_states
 from kvpass.bench.timing import relative_error
 from kvpass.cache.encoding import NOWHERE, split_outliers
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.pack import outliers_of
 from kvpass.plan import LayerPlan
 

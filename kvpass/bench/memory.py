@@ -12,7 +12,7 @@ import kvpass.ops.pack  # noqa: F401  (registers the op)
 from kvpass.bench.models import CacheShape
 from kvpass.bench.report import Section
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan
 from kvpass.recipes import written_recipe as recipe_of

@@ -10,8 +10,8 @@ from torch import Tensor
 import kvpass.ops.pack
 import kvpass.ops.rotary  # noqa: F401  (registers the ops)
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.seen import (
     STORED,
     Exact,

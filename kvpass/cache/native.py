@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpass._torch import is_traced
 from kvpass.cache import mixed
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import CacheStateError
 from kvpass.ops.append import row_ends
 from kvpass.ops.pack import write_window

@@ -12,8 +12,9 @@ from kvpass._torch import is_traced, make_wrapper, mark_dynamic, tree_leaves, tr
 from kvpass.cache import mixed, native
 from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
-from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
+from kvpass.cache.residency import MAX_STEP, Residency
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import CacheFullError, StaleHandleError
 from kvpass.ops import unpack as _unpack  # noqa: F401  (registers the op)
 from kvpass.ops.append import read_window, row_ends

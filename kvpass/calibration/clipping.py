@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.cache.codec import Codec
 from kvpass.cache.groups import Groups
 from kvpass.cache.order import ChannelOrder
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.seen import Seen
 from kvpass.plan import LayerPlan
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.importance import Norms, means
 from kvpass.calibration.observe import Watched

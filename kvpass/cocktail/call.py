@@ -15,7 +15,7 @@ from kvpass._torch import storage_key
 from kvpass.cache.mixed import reserve_levels, with_places
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.context import Request, current
 from kvpass.cocktail.placement import Levels, joined, on_device, segment_of_tokens, slots_of
 from kvpass.errors import CacheStateError

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from kvpass._torch import Size, derived_source, inner_source, symbol_node, symbol_positions
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
-from kvpass.errors import GraphError, UnmatchedGraphError
+from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.errors import GraphError
 from kvpass.folding import Fold
 from kvpass.graph.binding import (
     Binding,
@@ -35,91 +34,11 @@ from kvpass.graph.binding import (
 from kvpass.graph.calls import add_call
 from kvpass.graph.chunks import ChunkBinder
 from kvpass.graph.orders import constant_node, constant_value, inverse, is_constant
-from kvpass.graph.pattern import op_name
-from kvpass.graph.reads import changes
 from kvpass.graph.rotary import RotaryBinder
 from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
 
 ops = torch.ops.kvpass
-
-
-def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
-    """Puts ``unpack`` between a packed tensor and every reader that cannot read it, and computes
-    what is asked of its size from the graph's symbols.
-
-    Returns:
-        (packed node, reader) names of each such reader.
-    """
-    found = []
-    for node in [node for node in graph.nodes if is_packed(node)]:
-        for reader in [user for user in node.users if _is_size(user)]:
-            _replace_size(reader)
-        found += [(node.name, reader.name) for reader in decode_in_front(node)]
-    return found
-
-
-def unknown_readers(node: Node) -> list[Node]:
-    """What reads the packed tensor ``node``, not its size alone, and needs it plain; in order."""
-    known = (*logical.LOGICAL, "output")
-    return sorted(user for user in node.users if user.target not in known and not _is_size(user))
-
-
-def decode_in_front(node: Node) -> list[Node]:
-    """Lets all that cannot read the packed tensor ``node`` read what one ``unpack`` makes of it.
-
-    Returns:
-        Those readers.
-
-    Raises:
-        UnmatchedGraphError: if one of them would change the tensor in place.
-    """
-    readers = unknown_readers(node)
-    for change in changes(node):
-        raise UnmatchedGraphError(
-            f"The packed cache tensor {node.name} is changed in place by {op_name(change)} (at "
-            f"{change.name}), which is no known cache update. Begin with a new cache, and "
-            "without kvpass."
-        )
-    if readers:
-        with node.graph.inserting_before(readers[0]):
-            plain = node.graph.call_function(logical.unpack, (node,))
-        example = node.meta["example_value"]
-        plain.meta["example_value"] = example.decode() if isinstance(example, PackedKV) else example
-        for reader in readers:
-            reader.replace_input_with(node, plain)
-    return readers
-
-
-def _is_size(reader: Node) -> bool:
-    sizes = reader.target == "size" and len(reader.args) == 1 and not reader.kwargs
-    return sizes or isinstance(reader.meta.get("example_value"), int | torch.SymInt)
-
-
-def _replace_size(reader: Node) -> None:
-    """Computes what ``reader`` asks of a packed tensor (``numel``, say) from the graph's
-    symbols."""
-    for part in list(reader.users):
-        if op_name(part) == "getitem" and _is_size(part):
-            _replace_size(part)
-    graph, value = reader.graph, reader.meta["example_value"]
-    if reader.users:
-        with graph.inserting_before(reader):
-            whole = isinstance(value, tuple)
-            size = (
-                tuple(symbol_node(graph, v) for v in value) if whole else symbol_node(graph, value)
-            )
-        for user in list(reader.users):
-            user.args = map_arg(user.args, lambda n: size if n is reader else n)
-            user.kwargs = map_arg(user.kwargs, lambda n: size if n is reader else n)
-    graph.erase_node(reader)
-
-
-def is_packed(node: Node) -> bool:
-    """Whether ``node`` stands for a packed cache tensor."""
-    if node.op == "placeholder":
-        return isinstance(node.meta.get("example_value"), PackedKV)
-    return node.target in (logical.append, logical.reorder_chunks, logical.slide)
 
 
 def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass._torch import Size
 from kvpass.cache.order import ChannelOrder
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.placement import Levels
 from kvpass.folding import Fold
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kvpass._torch import Size, derived_source, fresh_size, same_size, symbol_positions
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.placement import Levels
 from kvpass.errors import PlanError
 from kvpass.graph.binding import ChunkStep

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.graph.calls import add_call
 from kvpass.ops import logical
 

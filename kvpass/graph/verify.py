@@ -6,7 +6,7 @@ from torch.fx import Graph
 
 from kvpass.cache.packed import PackedKV
 from kvpass.errors import GraphError
-from kvpass.graph.bind import is_packed
+from kvpass.graph.packed_readers import is_packed
 from kvpass.ops import logical
 
 

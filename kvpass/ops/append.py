@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.library import define
 from kvpass.ops.pack import fill_sinks, write_packed, write_window
 from kvpass.ops.reorder_chunks import append_exact

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.append import row_ends
 from kvpass.ops.library import define
 from kvpass.ops.unpack import unpack

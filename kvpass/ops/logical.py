@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpass.cache import native
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.call import place
 from kvpass.cocktail.placement import Levels
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)

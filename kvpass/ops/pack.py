@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.filters import empty_kept, keep
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.library import define
 
 SCHEMA = "pack(Tensor new, str plan, Tensor? ranges=None) -> Tensor[]"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.codec import Codec
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.library import define
 
 SCHEMA = "reorder_chunks(Tensor new, Tensor[] slots, str plan) -> Tensor[]"

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.library import define
 
 PACK = "pack_rotary(Tensor rows, str plan) -> Tensor"

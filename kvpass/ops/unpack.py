@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.filters import restored
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.append import read_window, row_ends
 from kvpass.ops.library import define
 from kvpass.ops.pack import outliers_of, ring_runs

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpass.cache.codec import BITS, FP, Codec
 from kvpass.cache.groups import Axis
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.bits import ChunkBits
 from kvpass.cocktail.search import chunk_bits
 from kvpass.errors import OptionError, PlanError

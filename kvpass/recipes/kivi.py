@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from kvpass.cache.codec import Codec
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import OptionError
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe

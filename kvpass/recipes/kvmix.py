@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvpass.cache.codec import Codec
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.importance import means
 from kvpass.calibration.seen import STORED, Pass, Stored, layer_dims, layer_shapes
 from kvpass.errors import OptionError

@@ -10,7 +10,8 @@ import torch
 from kvpass.cache.codec import Codec
 from kvpass.cache.encoding import normalized, offline_params
 from kvpass.cache.ranges import ChannelRanges
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.levels import Levels
 from kvpass.calibration.seen import Pass, Seen, SeenGradient
 from kvpass.calibration.thresholds import Thresholds

@@ -8,7 +8,8 @@ from typing import Literal
 
 from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.channels import Ranges, cluster
 from kvpass.calibration.clipping import ClipSearch
 from kvpass.calibration.seen import Pass, Rotation, Seen

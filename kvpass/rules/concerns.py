@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch import is_subclass, is_traced
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.graph.pattern import argument, op_name
 from kvpass.graph.sites import module_path
 from kvpass.rules.base import Context

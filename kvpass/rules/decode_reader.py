@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from kvpass.graph.bind import decode_in_front, is_packed, unknown_readers
+from kvpass.graph.packed_readers import decode_in_front, is_packed, unknown_readers
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.graph.sites import nearest_miss
 from kvpass.rules.base import Context, Rule

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Graph, Node
 
 from kvpass._torch import symbol_positions
-from kvpass.graph.bind import unknown_readers
 from kvpass.graph.calls import add_call, four_dimensional
 from kvpass.graph.forms import AttentionSite
+from kvpass.graph.packed_readers import unknown_readers
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.graph.scores import MaskStep
 from kvpass.graph.static import StaticUpdate

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.graph.orders import constant_node
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.reads import changes, last_reader

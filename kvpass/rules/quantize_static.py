@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.reads import changes, last_reader
 from kvpass.graph.static import StaticUpdate

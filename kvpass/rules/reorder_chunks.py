@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from kvpass.cache.residency import MAX_STEP, TensorPlan
+from kvpass.cache.residency import MAX_STEP
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule

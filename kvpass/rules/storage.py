@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
 from kvpass.graph.pattern import Miss
 from kvpass.graph.sites import module_path

@@ -20,7 +20,7 @@ import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without insta
 from kvpass._torch import graph_counts
 from kvpass.cache.native import DECODES
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.inspect.explain import explain
 from kvpass.inspect.report import GraphReport
 from kvpass.oracle import OracleLayer, oracle_cache

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from lowering.cpp.constants import (
     DTYPES,
     constants_of,

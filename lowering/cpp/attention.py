@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.codec import FP
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from lowering.cpp.attend import attend, attend_segment, decline
 from lowering.layouts import decline_gaps
 

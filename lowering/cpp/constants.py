@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.codec import Codec
-from kvpass.cache.residency import TensorPlan
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cache.words import ELEVENTHS
 from lowering.layouts import (
     decline_calibrated,

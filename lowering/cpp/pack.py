@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.pack import empty_state
 from lowering.cpp.constants import (
     clip_argument,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvpass.cache.codec import Codec
-from kvpass.cache.residency import Residency, TensorPlan
+from kvpass.cache.residency import Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.reorder_chunks import encoded, reordered
 from lowering.cpp import pack
 

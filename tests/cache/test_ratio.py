@@ -12,7 +12,8 @@ from torch.testing import assert_close
 
 from kvpass import oracle_cache
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
+from kvpass.cache.residency import MAX_STEP, Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import OptionError, PlanError
 from kvpass.ops import logical
 from kvpass.ops.append import row_ends

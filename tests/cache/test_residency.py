@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass.cache.codec import FP, Codec
-from kvpass.cache.residency import MAX_STEP, TILE, Residency, Segment, TensorPlan
+from kvpass.cache.residency import MAX_STEP, Residency
+from kvpass.cache.tensor_plan import TILE, Segment, TensorPlan
 from kvpass.errors import OptionError, PlanError
 from tests.strategies import steps, tensor_plans
 

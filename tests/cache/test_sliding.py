@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from kvpass.cache.native import DECODES
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
 from kvpass.ops import logical
 from kvpass.oracle import OracleSlidingLayer

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from kvpass._torch import copy_source
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.residency import MAX_STEP
-from kvpass.graph.bind import unpack_unknown_readers
+from kvpass.graph.packed_readers import unpack_unknown_readers
 from kvpass.graph.sites import Sites, find_sites
 from kvpass.graph.verify import verify_rewritten
 from kvpass.recipes import Planner, recipe

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import MAX_STEP, Residency, TensorPlan
+from kvpass.cache.residency import MAX_STEP, Residency
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.append import read_window, row_ends
 from kvpass.ops.pack import empty_state, write_window
 from tests.strategies import DTYPES, SEEDS, poisoned, randn, rounded, steps, tensor_plans

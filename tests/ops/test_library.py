@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from tests.strategies import DTYPES, poisoned, randn, tensor_plans
 
 ops = torch.ops.kvpass

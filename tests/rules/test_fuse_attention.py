@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops import logical
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import recipe

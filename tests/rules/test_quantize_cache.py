@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as nnf
 from transformers import DynamicCache
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
 from kvpass.ops import logical
 from kvpass.plan import LayerPlan, Plan

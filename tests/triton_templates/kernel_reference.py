@@ -9,7 +9,7 @@ import kvpass.ops.append
 import kvpass.ops.attention
 import kvpass.ops.pack
 import kvpass.ops.unpack  # noqa: F401
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 
 # Params whose scale and minimum are both NaN, and words that are no valid leftover of a test.
 NAN_PARAMS = {torch.int32: 0x7E007E00, torch.int16: 0x7F7F}

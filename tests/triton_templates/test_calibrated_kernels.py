@@ -9,7 +9,7 @@ import torch
 
 from kvpass.cache.encoding import offline_params, split_outliers
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from lowering import append, pack, unpack
 from lowering.attention import attend, attention, supports
 from lowering.heuristics import attention_candidates, attention_sizes

@@ -11,7 +11,7 @@ import lowering.cpp.append
 import lowering.cpp.pack
 from kvpass.cache.encoding import offline_params, split_outliers
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from lowering.cpp.attention import attention, supports
 from tests.calibrated import ENCODED, PLANS, same_state, states_of
 from tests.lowering.cpp.test_attention import query

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail import use
 from kvpass.ops import logical
 from lowering.cpp import append, attention, reorder_chunks

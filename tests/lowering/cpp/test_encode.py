@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kvpass.cache.residency import TensorPlan
 from kvpass.cache.rope import Rope
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import KernelError
 from kvpass.ops.append import append as reference_append
 from kvpass.ops.pack import pack as reference_pack

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import TensorPlan
+from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.ops.append import append as reference_append
 from kvpass.ops.attention import attention as reference_attention
 from kvpass.ops.pack import pack as reference_pack
