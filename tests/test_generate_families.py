@@ -16,7 +16,7 @@ from tests.models import prompt
 
 KIVI = recipe("kivi-4bit", group=16, residual=16)
 GREEDY: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
-SDPA = ("llama", "gemma4_text")
+SDPA = ("llama",)
 WRITTEN_OUT = ("gpt_oss", "bloom")
 # Recurrent layers cannot be cropped: transformers refuses to assist them.
 RECURRENT = ("qwen3_5_text",)

@@ -33,7 +33,7 @@ def formula(tokens: int, heads: int, dim: int, bits: int, itemsize: int) -> floa
 def test_bytes_held_match_the_formula(name: str, tokens: int) -> None:
     model = tiny_model("llama", head_dim=128, layers=2)
     ids = prompt(1, tokens)
-    _, cache = run_steps(compiled(model, name), ids, [tokens - 200] + [1] * 200)
+    _, cache = run_steps(compiled(model, name), ids, [tokens - 100] + [1] * 100)
     held, _ = cache_bytes(cache)
     exact = 2 * formula(tokens, 2, 128, 2 if name == "kivi-2bit" else 4, 4)
     packed = exact - 2 * formula(0, 2, 128, 2, 4)

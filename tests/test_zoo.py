@@ -31,7 +31,6 @@ FUSED = {
     "hunyuan_v1_dense": "keys normed after positions",
     "cohere": "interleaved positions",
     "glm": "interleaved positions on a part of the channels",
-    "stablelm": "half-split positions on a part of the channels",
     "gpt_neox": "fused projection, biases",
     "opt": "no positions",
     "gpt2": "Conv1D",
@@ -50,7 +49,6 @@ RIGHT = {
     "llama4_text": "chunks, complex positions",
     "falcon_h1": "mamba and attention in one layer",
     "deepseek_v3": "latent attention",
-    "diffllama": "differences of attentions",
     "minimax": "its own cache class",
 }
 # Attention written out, with no SDPA path.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.cpp import append, attention, library, pack, unpack
+from lowering.cpp import append, attend, library, pack, unpack
 
-MODULES = (append, attention, pack, unpack)
+MODULES = (append, attend, pack, unpack)
 
 
 @pytest.fixture(params=[4, 8, 16], ids=lambda n: f"{n}-lanes")
 def lanes(request, monkeypatch):
-    for module in (attention, library):
+    for module in (attend, library):
         monkeypatch.setattr(module, "native_lanes", lambda: request.param)
     for module in MODULES:
         module._function.cache_clear()
