@@ -11,8 +11,8 @@ demo: $(READY)
 	$(BIN)/python -m examples.quickstart
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/triton_templates
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/triton_templates
 
 lint: $(READY)
 	$(BIN)/ruff check .

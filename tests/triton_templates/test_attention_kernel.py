@@ -220,7 +220,7 @@ VARIANTS = {
 }
 
 
-# The interpreter takes half a minute for each: all with one pair of formats, some with the others.
+# The interpreter takes seconds for each: all with one pair of formats, some with the others.
 VARIED = [
     *((name, kivi(2)) for name in VARIANTS),
     *((name, pair) for pair in (kivi(4), ("fp", "fp"), ("fp", kivi(4)[1]))
@@ -230,12 +230,13 @@ VARIED = [
 
 @pytest.mark.parametrize(("name", "plans"), VARIED, ids=str)
 def test_variants(name, plans):
-    """Alone and with a mask, for as many new tokens as there are of the last prompt or step."""
+    """As many new tokens as the last prompt or step has. A single one, and all variants at once,
+    also with a mask."""
     g = torch.Generator().manual_seed(3)
     for prompt, n in ((16, 16), (300, 1), (650, 5)):
         keys, values = states(plans, prompt, steps=(n,), heads=2)
         hidden = torch.rand(1, 1, n, prompt + n, generator=g) > 0.2
-        for mask in (None, hidden):
+        for mask in (None, hidden) if n == 1 or name == "all" else (None,):
             check(plans, keys, values, query(1, 8, n, 64), mask, **VARIANTS[name])
 
 
