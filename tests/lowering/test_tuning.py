@@ -325,11 +325,10 @@ def test_candidates_compile():
         table = attention_sizes(k, v, 4, 8, keys[0].shape[2], q)
         launches = [
             record(attention.attend, workload, sizes, q, [(keys, values)])[0][0]
-            # Each takes many seconds: the table's, and those that need more of the GPU.
+            # Each takes many seconds: the table's, and the one that needs most of the GPU.
             for sizes in attention_candidates(table, k, v)
-            if sizes == table or sizes.tile > table.tile or sizes.warps > table.warps
+            if sizes == table or sizes.tile > table.tile
         ]  # fmt: skip
-    assert len(launches) == 3
-    first, *others = (inspect_launch(launch, capability) for launch in launches)
+    first, other = (inspect_launch(launch, capability) for launch in launches)
     assert not first.spills
-    assert all(report.tensor_core_instructions > 0 for report in others)
+    assert other.tensor_core_instructions > 0

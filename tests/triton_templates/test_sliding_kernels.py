@@ -97,7 +97,7 @@ def test_attention(plans, lengths):
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_masks_and_variants(lengths):
-    for keep in (37, 200):
+    for keep in (37, 200) if sum(lengths) > 200 else (37,):
         plans, (prompt, *steps) = sliding(kivi(2), keep), lengths
         keys, values = states(plans, prompt, steps=steps)
         n, length = steps[-1], min(int(keys[-1][0, -1]), keep + steps[-1])
