@@ -155,7 +155,7 @@ def _losses(run: Pass, candidates: Sequence[Plan], shapes: Mapping[Name, Any]) -
     def loss(name: Name, plan: Plan) -> float:
         path, kind = name
         layer = plan.layer(path)
-        if (layer.keys if kind == "keys" else layer.values).codec.identity:
+        if getattr(layer, kind).codec.identity:
             # A pass whose tensors lie elsewhere in memory may round its sums otherwise.
             return plain
         wanted: Kind = "before_rope" if kind == "keys" and layer.before_rope else kind

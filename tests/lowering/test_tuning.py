@@ -325,10 +325,10 @@ def test_candidates_compile():
         table = attention_sizes(k, v, 4, 8, keys[0].shape[2], q)
         launches = [
             record(attention.attend, workload, sizes, q, [(keys, values)])[0][0]
-            # Each takes many seconds: the table's, and the one that needs most of the GPU.
-            for sizes in attention_candidates(table, k, v)
-            if sizes == table or sizes.tile > table.tile
+            # Splits are a number in the code, nothing else.
+            for sizes in attention_candidates(table, k, v) if sizes.splits == table.splits
         ]  # fmt: skip
-    first, other = (inspect_launch(launch, capability) for launch in launches)
+    assert 4 <= len(launches) <= 6
+    first, *others = (inspect_launch(launch, capability) for launch in launches)
     assert not first.spills
-    assert other.tensor_core_instructions > 0
+    assert all(report.tensor_core_instructions > 0 for report in others)
