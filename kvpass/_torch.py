@@ -9,12 +9,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, LocalSource
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -82,6 +82,21 @@ def copy_source(old: fx.Node, new: fx.Node) -> None:
         new._dynamo_source = old._dynamo_source
 
 
+def copy_graph_facts(old: fx.GraphModule, new: fx.GraphModule) -> None:
+    """Gives ``new`` what Dynamo tells AOTAutograd of ``old`` beside its nodes: without it, no
+    weight counts as a static input."""
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+
+
+def mark_static_input(node: fx.Node) -> None:
+    """Tells AOTAutograd that ``node``, a placeholder, is the same memory in most calls: CUDA graphs
+    may read and write it where it is."""
+    facts = node.meta.get("tensor_dict", {})
+    node.meta["tensor_dict"] = {**facts, "_dynamo_static_input_type": "unguarded"}
+
+
 def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:
     """Gives ``new`` the source of the inner tensor ``attribute`` of ``old``."""
     new._dynamo_source = AttrSource(old._dynamo_source, attribute)  # type: ignore[attr-defined]
@@ -101,10 +116,31 @@ def fresh_size(graph: fx.Graph, like: Tensor, name: str, example: int) -> torch.
     not know. ``like``: a fake tensor of the graph."""
     known = [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
     source = AttrSource(known[0]._dynamo_source, name)
-    env = cast(FakeTensor, like).fake_mode.shape_env
+    return _new_size(cast(FakeTensor, like).fake_mode, source, example)
+
+
+def _new_size(mode: FakeTensorMode, source: Any, example: int) -> torch.SymInt:
+    env = mode.shape_env
     assert env is not None
     symbol = env.create_symbol(example, source, DimDynamic.DYNAMIC, None)
     return cast(torch.SymInt, env.create_symintnode(symbol, hint=example, source=source))
+
+
+def symbolic_mode() -> FakeTensorMode:
+    """Fake tensors that may have sizes of `symbolic_size`."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def symbolic_size(mode: FakeTensorMode, name: str, example: int) -> torch.SymInt:
+    """A size that compiled code is told at every call."""
+    return _new_size(mode, LocalSource(name), example)
+
+
+def divides(divisor: int, value: int | torch.SymInt) -> bool:
+    """Whether ``divisor`` divides ``value`` in every call. Leaves no guard behind."""
+    if isinstance(value, int):
+        return value % divisor == 0
+    return statically_known_true(value % divisor == 0)
 
 
 def symbol_positions(graph: fx.Graph) -> dict[Any, int]:
@@ -219,8 +255,25 @@ class Size:
         return int(sympy_interp(PythonReferenceAnalysis, env, self._expr))
 
 
+_CUDA_GRAPHS = "triton.cudagraphs"
+
+
+def inductor_modes() -> list[str]:
+    """The names of Inductor's modes."""
+    from torch._inductor import list_mode_options
+
+    return list(list_mode_options())
+
+
+def wants_cuda_graphs(mode: str | None) -> bool:
+    """Whether a mode of Inductor asks for CUDA graphs."""
+    from torch._inductor import list_mode_options
+
+    return mode is not None and bool(list_mode_options(mode).get(_CUDA_GRAPHS))
+
+
 def compile_inductor(
-    module: fx.GraphModule, examples: list[Any], mode: str | None, tag: str
+    module: fx.GraphModule, examples: list[Any], mode: str | None, tag: str, capture: bool = True
 ) -> Callable[..., Any]:
     """Inductor's callable for ``module``.
 
@@ -229,15 +282,20 @@ def compile_inductor(
         examples: its arguments.
         mode: of Inductor.
         tag: stands for what those kernels are; Inductor's caches know a graph by its ops only.
+        capture: whether CUDA graphs may replay it.
     """
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
 
-    patches = list_mode_options(mode) if mode else None
+    patches = dict(list_mode_options(mode)) if mode else {}
+    if not capture:
+        patches[_CUDA_GRAPHS] = False
     tag = f"{config.cache_key_tag}{tag}"
     with config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-        return cast(Callable[..., Any], compile_fx(module, examples, config_patches=patches))
+        return cast(
+            Callable[..., Any], compile_fx(module, examples, config_patches=patches or None)
+        )
 
 
 def load_cpp(source: str, flags: Sequence[str]) -> Any:

@@ -15,16 +15,20 @@ from torch.fx import Graph, GraphModule
 import lowering
 from kvpass._torch import (
     compile_inductor,
+    copy_graph_facts,
     copy_source,
     cpp_problem,
+    inductor_modes,
     is_traced,
     register_backend_once,
     trace_artifact,
+    wants_cuda_graphs,
 )
-from kvpass.errors import UnmatchedGraphError
+from kvpass.errors import OptionError, UnmatchedGraphError, unknown
 from kvpass.fingerprint import check_weights
 from kvpass.graph.bind import bind_state
 from kvpass.graph.binding import Binding
+from kvpass.graph.capture import capture_obstacle, makes_cache
 from kvpass.graph.packed_readers import unpack_unknown_readers
 from kvpass.graph.sites import find_sites, module_path
 from kvpass.graph.verify import verify_bound, verify_rewritten
@@ -52,7 +56,8 @@ def kvpass(
     Args:
         gm: Dynamo's graph.
         example_inputs: its example arguments.
-        mode: Inductor's mode, e.g. ``reduce-overhead``.
+        mode: Inductor's mode. CUDA graphs (``reduce-overhead``) replay the steps of static caches
+            only.
         options: see `kvpass.options.parse_options`.
 
     Raises:
@@ -61,6 +66,7 @@ def kvpass(
         UnmatchedGraphError: with ``strict``, if part of the cache cannot be packed.
     """
     opts = parse_options(options)
+    mode = checked_mode(mode or opts.mode)
     name = opts.planner.name if isinstance(opts.planner, Recipe) else opts.planner.recipe
     examples = list(example_inputs)
     report = new_report(name, copy_module(gm), examples)
@@ -89,12 +95,24 @@ def kvpass(
         verify_bound(module.graph)
         module.recompile()
         report.bound = copy_module(module)
+    check_capture(binding, examples, mode, report)
     with report.timed("inner compile"):
         inner = compile_inner(module, list(binding.examples), mode, opts, report)
     if problem := lowering.compiler_problem(report.choices):
         warn_of_compiler(problem, report)
     publish(report)
     return PackedCallable(inner, binding, report)
+
+
+def checked_mode(mode: str | None) -> str | None:
+    """``mode``.
+
+    Raises:
+        OptionError: if Inductor has no such mode.
+    """
+    if mode is not None and mode not in inductor_modes():
+        raise OptionError(unknown("mode", mode, inductor_modes()))
+    return mode
 
 
 def copy_module(gm: GraphModule) -> GraphModule:
@@ -109,6 +127,7 @@ def copy_module(gm: GraphModule) -> GraphModule:
         new.meta.pop("grapharg", None)
     copied = GraphModule(gm, graph)
     copied.meta = dict(gm.meta)
+    copy_graph_facts(gm, copied)
     return copied
 
 
@@ -170,6 +189,25 @@ def fold_weights(binding: Binding, examples: Sequence[Any]) -> None:
             fold(examples[fold.position])
 
 
+def check_capture(
+    binding: Binding, examples: Sequence[Any], mode: str | None, report: GraphReport
+) -> None:
+    """Whether CUDA graphs may replay the graph; warns if the mode asks for them in vain."""
+    waiting = [choice.op for choice in report.choices if choice.waits]
+    report.capture_obstacle = capture_obstacle(binding, examples, waiting)
+    on_gpu = any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in examples)
+    # A prompt is compiled for its own length: nobody expects to replay it.
+    if (
+        report.capture_obstacle is not None
+        and on_gpu
+        and wants_cuda_graphs(mode)
+        and not makes_cache(binding)
+    ):
+        message = f"mode={mode!r}: no CUDA graph replays this step, for {report.capture_obstacle}"
+        report.warnings.append(message)
+        warnings.warn(f"kvpass: {message}.", stacklevel=2)
+
+
 def publish(report: GraphReport) -> None:
     """Shows the graphs to tlparse (TORCH_TRACE), and what was done in the log (TORCH_LOGS)."""
     for stage in ("before", "after", "bound"):
@@ -188,7 +226,8 @@ def compile_inner(
     if opts.inner == "eager":
         return module
     try:
-        return compile_inductor(module, examples, mode, lowering.cache_tag())
+        capture = report.capture_obstacle is None
+        return compile_inductor(module, examples, mode, lowering.cache_tag(), capture)
     except Exception as error:
         problem = cpp_problem(error)
         if problem is None:
@@ -219,7 +258,7 @@ def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:
         and why better ones declined.
     """
     chosen, declined = lowering.choose(op, args, {})
-    return chosen.target, lowering.Choice(op, op, chosen.name, declined)
+    return chosen.target, lowering.Choice(op, op, chosen.name, declined, chosen.waits)
 
 
 def tunings() -> list[lowering.Tuned]:

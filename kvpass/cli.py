@@ -79,7 +79,6 @@ def add_kernels(commands: Any) -> None:
 
 def run_kernels(options: argparse.Namespace) -> int:
     """Prints the table of ``kvpass kernels``."""
-    from kvpass._torch import FakeTensorMode
     from lowering.inspection import inspect_launch, instruction_budget
     from lowering.layer import KV_HEADS, layer_launches
     from lowering.layouts import layout_of
@@ -90,10 +89,7 @@ def run_kernels(options: argparse.Namespace) -> int:
     heads = _positive("heads-per-group", options.heads_per_group)
     plan = _layer_plan(options, key_dim, value_dim)
     k, v = str(plan.keys), str(plan.values)
-    with FakeTensorMode():
-        launches = layer_launches(
-            k, v, key_dim=key_dim, value_dim=value_dim, heads_per_group=heads
-        )  # fmt: skip
+    launches = layer_launches(k, v, key_dim=key_dim, value_dim=value_dim, heads_per_group=heads)
     # Keys and values of one plan share their kernels.
     distinct = {x.kernel: x for x in launches}.values()
     reports = [inspect_launch(x, capability) for x in distinct]

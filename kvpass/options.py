@@ -11,6 +11,8 @@ from kvpass.plan import Plan
 from kvpass.recipes import DEFAULT, RECIPES, Planner, Recipe, overridden, recipe
 
 INNER = ("inductor", "eager")
+# Options that are no field of a recipe.
+_OWN = ("inner", "mode", "strict")
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,17 @@ class Options:
         planner: a recipe or a plan; also the name of a recipe, or of a plan's file.
         strict: raise where a graph cannot be rewritten, instead of running it unchanged.
         inner: what compiles the rewritten graph.
+        mode: of Inductor; here because torch.compile takes no mode beside options.
     """
 
     planner: Planner
     strict: bool = False
     inner: Literal["inductor", "eager"] = "inductor"
+    mode: str | None = None
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Reads ``options``: ``recipe``, ``strict``, ``inner``, and fields of the recipe.
+    """Reads ``options``: ``recipe``, ``strict``, ``inner``, ``mode``, and fields of the recipe.
 
     Raises:
         OptionError: if a name or value is not allowed.
@@ -39,11 +43,12 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     chosen = rest.pop("recipe", DEFAULT)
     strict = rest.pop("strict", False)
     inner = rest.pop("inner", "inductor")
+    mode = rest.pop("mode", None)
     if not isinstance(strict, bool):
         raise OptionError(f"strict={strict!r} is not supported; allowed: True, False.")
     if inner not in INNER:
         raise OptionError(unknown("inner compiler", inner, INNER))
-    return Options(_planner(chosen, rest), strict, inner)
+    return Options(_planner(chosen, rest), strict, inner, mode)
 
 
 def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
@@ -57,7 +62,7 @@ def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
         if overrides:
             raise OptionError(
                 f"A Plan takes no further options, but got {', '.join(sorted(overrides))}; "
-                "allowed with a Plan: inner, strict."
+                f"allowed with a Plan: {', '.join(_OWN)}."
             )
         return chosen
     else:
@@ -68,5 +73,5 @@ def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
     known = set(base.__dataclass_fields__)
     for name in overrides:
         if name not in known:
-            raise OptionError(unknown("option", name, {*known, "recipe", "strict", "inner"}))
+            raise OptionError(unknown("option", name, {*known, "recipe", *_OWN}))
     return overridden(base, overrides)

@@ -13,6 +13,7 @@ from lowering.codegen import load_kernels
 from lowering.heuristics import encode_tokens
 from lowering.launch import launch
 from lowering.layouts import (
+    capacity_tiles,
     clip_factor,
     decline_device,
     decline_dtype,
@@ -63,7 +64,7 @@ def append(
     padded = 1 << (steps - 1).bit_length()
     if new.stride(3) != 1:
         new = new.contiguous()
-    arguments = [*state, new, state[0].shape[2], new.stride(0), new.stride(1), new.stride(2)]
+    arguments = [*state, new, capacity_tiles(state), new.stride(0), new.stride(1), new.stride(2)]
     if rows is None or rope is None:
         kernels = load_kernels("append", layout=layout)
     else:

@@ -16,6 +16,7 @@ from lowering.codegen import load_kernels
 from lowering.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.launch import launch, on_nvidia
 from lowering.layouts import (
+    capacity_tiles,
     decline_codec,
     decline_decoding,
     decline_device,
@@ -179,8 +180,8 @@ def attend(
         sinks = sinks.float().contiguous()
     launch(
         kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
-        q, *keys, keys[0].shape[2], *values, values[0].shape[2], *turns, mask, partial, statistics,
-        q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
+        q, *keys, capacity_tiles(keys), *values, capacity_tiles(values), *turns, mask, partial,
+        statistics, q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
         softcap * _LOG2_E, window, *kept,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,

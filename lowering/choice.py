@@ -27,12 +27,14 @@ class Choice:
         node: name of the node.
         provider: name of the provider that was chosen.
         declined: better providers, each with the reason why it declined.
+        waits: the provider waits for the device, if that is a GPU.
     """
 
     op: str
     node: str
     provider: str
     declined: tuple[tuple[str, str], ...] = ()
+    waits: bool = False
 
 
 def lower(graph: Graph) -> list[Choice]:
@@ -55,7 +57,7 @@ def lower(graph: Graph) -> list[Choice]:
             provider, more = _choose_for(op, node)
             declined = tuple(dict.fromkeys(declined + more))
         node.target = provider.target
-        choices.append(Choice(op, node.name, provider.name, declined))
+        choices.append(Choice(op, node.name, provider.name, declined, provider.waits))
     return choices
 
 

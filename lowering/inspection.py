@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass._torch import divides
 from kvpass.errors import KernelError
 from lowering.launch import Launch
 from lowering.layouts import interpreted
@@ -174,17 +175,9 @@ def _compile(launch: Launch, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, signature, constants, attributes = launch.kernel, {}, {}, {}
-    annotations = kernel.fn.__annotations__
-    for position, name in enumerate(kernel.arg_names):
-        value = launch.arguments[name]
-        if "constexpr" in str(annotations.get(name, "")):
-            signature[name], constants[name] = "constexpr", value
-            continue
-        signature[name] = _type_name(value)
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % _ALIGNMENT == 0):
-            attributes[(position,)] = [["tt.divisibility", _ALIGNMENT]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    kernel, told = launch.kernel, signature(launch)
+    aligned = {(position,): [["tt.divisibility", _ALIGNMENT]] for position in told.aligned}
+    source = ASTSource(fn=kernel, signature=told.types, constexprs=told.constants, attrs=aligned)
     try:
         # Contraction to fused multiply-add is what a launch gets by default in Triton 3.6 to 3.9.
         options = launch.options | {"enable_fp_fusion": True}
@@ -196,10 +189,47 @@ def _compile(launch: Launch, capability: int) -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
+class Signature:
+    """What the compiler is told of a kernel's arguments.
+
+    Attributes:
+        types: by name.
+        constants: values of those that are constants.
+        aligned: positions of those that 16 divides.
+    """
+
+    types: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[int, ...]
+
+
+def signature(launch: Launch) -> Signature:
+    """As Inductor tells it, which differs from what a launch from Python tells: numbers are of
+    double precision, and of lengths that vary it is known what divides their formulas."""
+    kernel = launch.kernel
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    aligned = []
+    annotations = kernel.fn.__annotations__
+    for position, name in enumerate(kernel.arg_names):
+        value = launch.arguments[name]
+        one = isinstance(value, int) and value == 1
+        if one or "constexpr" in str(annotations.get(name, "")):
+            types[name], constants[name] = "constexpr", value
+            continue
+        types[name] = _type_name(value)
+        if isinstance(value, Tensor) or (
+            not isinstance(value, float) and divides(_ALIGNMENT, value)
+        ):
+            aligned.append(position)
+    return Signature(types, constants, tuple(aligned))
+
+
 def _type_name(value: Any) -> str:
     if isinstance(value, Tensor):
         return _TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+    return "fp64" if isinstance(value, float) else "i32"
 
 
 @cache

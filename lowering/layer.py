@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass._torch import symbolic_mode, symbolic_size
 from kvpass.cache.rope import Rope
 from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import KernelError
@@ -34,7 +35,8 @@ def layer_launches(
 ) -> list[Launch]:
     """What a layer launches for a prompt, for one decode step, and for a second prompt.
 
-    Call it under fake tensors.
+    Tensors are fake. Lengths are numbers that kernels are told at each launch, as they are of
+    caches that grow; those of static caches (plans with ``room``) are known.
 
     Args:
         k_plan, v_plan: printed plans.
@@ -47,9 +49,13 @@ def layer_launches(
     Raises:
         KernelError: if a kernel declines these arguments.
     """
-    with record_launches() as launches:
-        keys = _state(k_plan, key_dim, dtype, turned=True)
-        values = _state(v_plan, value_dim, dtype)
+    mode = symbolic_mode()
+    with mode, record_launches() as launches:
+        tokens: Any = _TOKENS
+        if TensorPlan.parse(k_plan).room is None:
+            tokens = symbolic_size(mode, "tokens", _TOKENS)
+        keys = _state(k_plan, tokens, key_dim, dtype, turned=True)
+        values = _state(v_plan, tokens, value_dim, dtype)
         heads = KV_HEADS * heads_per_group
         q = keys[0].new_empty(1, heads, 1, key_dim, dtype=dtype)
         sinks = q.new_empty(heads) if with_sinks else None
@@ -59,10 +65,12 @@ def layer_launches(
     return launches
 
 
-def _state(plan: str, dim: int, dtype: torch.dtype, turned: bool = False) -> list[Tensor]:
+def _state(
+    plan: str, tokens: int, dim: int, dtype: torch.dtype, turned: bool = False
+) -> list[Tensor]:
     """The state after a prompt and a decode step, whose token is ``turned`` when it is stored or
     read; their kernels and that of `unpack` are recorded."""
-    x = torch.empty(1, KV_HEADS, _TOKENS, dim, dtype=dtype, device="cuda")
+    x = torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
     p = TensorPlan.parse(plan)
     _require("pack", pack.supports(x, plan))
     pack.pack(x, plan)
@@ -71,11 +79,11 @@ def _state(plan: str, dim: int, dtype: torch.dtype, turned: bool = False) -> lis
     step = (state, x.new_empty(1, KV_HEADS, 1, dim), plan)
     append.append(*step, *(rotary if turned and p.rope is None else ()))
     if p.rope is not None:
-        rows = x.new_empty(1, _TOKENS, p.rope.channels)
+        rows = x.new_empty(1, tokens, p.rope.channels)
         state.insert(-1, pack_rotary_fake(rows, plan))
-    tokens = p.logical(_TOKENS + 1)
-    _require("unpack", unpack.supports(state, tokens, plan, dtype))
-    unpack.unpack(state, tokens, plan, dtype)
+    length = p.logical(tokens + 1)
+    _require("unpack", unpack.supports(state, length, plan, dtype))
+    unpack.unpack(state, length, plan, dtype)
     return state
 
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from kvpass.cache.codec import Codec
 from kvpass.cache.tensor_plan import TensorPlan
-from triton_templates import Layout
+from triton_templates import CAPACITY_TILE, Layout
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Of CUDA, in all but the first dimension of a grid.
+_MOST_GRID_ROWS = 65535
 
 
 @cache
@@ -48,6 +50,11 @@ def stored(plan: TensorPlan) -> TensorPlan:
 def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
     """The tensor of a state that holds tokens ``[B, H, ..., D]`` in the model's dtype."""
     return state[0] if TensorPlan.parse(plan).codec.identity else state[2]
+
+
+def capacity_tiles(state: Sequence[Tensor]) -> int:
+    """Tiles of `CAPACITY_TILE` tokens that a state has room for."""
+    return state[0].shape[2] // CAPACITY_TILE
 
 
 def rotary_stride(state: Sequence[Tensor], plan: str) -> int:
@@ -92,6 +99,13 @@ def decline_dtype(x: Tensor, name: str) -> str | None:
     if x.dtype not in _DTYPES:
         return f"{name} is {x.dtype}; the kernels take float16, bfloat16 and float32"
     return None
+
+
+def decline_pairs(x: Tensor) -> str | None:
+    """Why a grid cannot have a row for each head ``[B, H, ...]``, or None."""
+    if symbolic(pairs := x.shape[0] * x.shape[1]) or pairs <= _MOST_GRID_ROWS:
+        return None
+    return f"the batch has {pairs} heads; the kernels take {_MOST_GRID_ROWS}"
 
 
 def decline_conversion(exact: Tensor, dtype: torch.dtype) -> str | None:
@@ -226,5 +240,7 @@ def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
     """Why the kernels cannot work on this state, or None."""
     if reason := decline_codec(plan) or decline_gaps(state, plan):
         return reason
-    exact = exact_tokens(state, plan)
+    exact, capacity = exact_tokens(state, plan), state[0].shape[2]
+    if not symbolic(capacity) and capacity % CAPACITY_TILE:
+        return f"its room for {capacity} tokens is no multiple of {CAPACITY_TILE}"
     return layout_of(plan, int(exact.shape[3])).misfit() or decline_dtype(exact, "the cache")

@@ -10,10 +10,12 @@ from lowering.codegen import load_kernels
 from lowering.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.launch import launch
 from lowering.layouts import (
+    capacity_tiles,
     clip_factor,
     decline_device,
     decline_dtype,
     decline_encoding,
+    decline_pairs,
     encoded_heads,
     layout_of,
     stored,
@@ -28,6 +30,7 @@ def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None
         decline_device(new)
         or decline_encoding(plan, int(new.shape[3]))
         or decline_dtype(new, "the cache")
+        or decline_pairs(new)
         or layout_of(plan, int(new.shape[3])).misfit()
     )
 
@@ -50,7 +53,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     if new.stride(3) != 1:
         new = new.contiguous()
     strides = (new.stride(0), new.stride(1), new.stride(2))
-    arguments = (*state, new, state[0].shape[2], *strides)
+    arguments = (*state, new, capacity_tiles(state), *strides)
     if layout.whole_tokens:
         # One program at least says how long sequences are.
         tokens, programs = COPIED_TOKENS, max(1, tail_programs)
@@ -58,7 +61,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
         tokens = COPIED_TOKENS if layout.identity else encode_tokens(layout)
         programs = tail_programs + -(-packed // tokens)
     launch(
-        kernels.pack_prompt, (batch * heads, programs), *arguments, length, packed, clip_factor(p),
+        kernels.pack_prompt, (programs, batch * heads), *arguments, length, packed, clip_factor(p),
         KV_HEADS=heads, TOKENS=tokens, TAIL_PROGRAMS=tail_programs, COPIED=COPIED_TOKENS,
         CLIPPED=p.codec.clip != 1,
     )  # fmt: skip

@@ -40,21 +40,28 @@ class Provider:
         op: of the ``kvpass`` namespace.
         target: what to call, with the op's arguments.
         supports: given the op's arguments (tensors may be fake), None, or why it declines them.
+        waits: for the device, to read lengths on the host.
     """
 
     name: str
     op: str
     target: Callable[..., Any]
     supports: Callable[..., str | None]
+    waits: bool = False
 
 
 def _supports_all(*args: Any) -> str | None:
     return None
 
 
+# Whose references read the ends of segments on the host.
+_READ_ENDS = ("append", "attention", "extend_chunks", "unpack")
+
+
 def _aten(op: str) -> Provider:
     """The op itself: its kernel is the reference."""
-    return Provider("aten", op, getattr(torch.ops.kvpass, op).default, _supports_all)
+    target = getattr(torch.ops.kvpass, op).default
+    return Provider("aten", op, target, _supports_all, waits=op in _READ_ENDS)
 
 
 def _triton(

@@ -12,8 +12,10 @@ from lowering.codegen import load_kernels
 from lowering.heuristics import decode_tokens
 from lowering.launch import launch, on_nvidia
 from lowering.layouts import (
+    capacity_tiles,
     decline_conversion,
     decline_device,
+    decline_pairs,
     decline_state,
     exact_tokens,
     layout_of,
@@ -28,7 +30,12 @@ def supports(
     exact, p = exact_tokens(state, plan), TensorPlan.parse(plan)
     if p.rope is not None and p.keep is not None:
         return "a rotary embedding is not supported where a window slides"
-    return decline_conversion(exact, dtype) or decline_device(exact) or decline_state(state, plan)
+    return (
+        decline_conversion(exact, dtype)
+        or decline_device(exact)
+        or decline_pairs(exact)
+        or decline_state(state, plan)
+    )
 
 
 def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
@@ -47,8 +54,8 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     # programs of their own.
     programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
     launch(
-        kernels.unpack_tokens, (batch * heads, programs),
-        *state, out, state[0].shape[2], rotary_stride(state, plan), tokens,
+        kernels.unpack_tokens, (programs, batch * heads),
+        *state, out, capacity_tiles(state), rotary_stride(state, plan), tokens,
         KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
     )  # fmt: skip
     return out

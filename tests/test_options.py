@@ -45,7 +45,7 @@ def test_recipe_objects_and_plans():
     assert parse_options({"recipe": plan, "strict": True}).planner is plan
 
 
-KNOWN = "Allowed: before_rope, bits, group, inner, recipe, residual, strict."
+KNOWN = "Allowed: before_rope, bits, group, inner, mode, recipe, residual, strict."
 REFUSED = [
     (
         {"recipe": "kivi-3bit"},
@@ -65,7 +65,7 @@ REFUSED = [
     ({"zz": 1}, f"Unknown option 'zz'. {KNOWN}"),
     (
         {"recipe": "fp", "bits": 2},
-        "Unknown option 'bits'. Allowed: before_rope, inner, recipe, strict.",
+        "Unknown option 'bits'. Allowed: before_rope, inner, mode, recipe, strict.",
     ),
     ({"strict": 1}, "strict=1 is not supported; allowed: True, False."),
     (
@@ -74,7 +74,8 @@ REFUSED = [
     ),
     (
         {"recipe": Plan(), "bits": 2, "group": 8},
-        "A Plan takes no further options, but got bits, group; allowed with a Plan: inner, strict.",
+        "A Plan takes no further options, but got bits, group; allowed with a Plan: inner, mode, "
+        "strict.",
     ),
     ({"bits": 3}, "bits=3 is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),
     ({"bits": "2"}, "bits='2' is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),

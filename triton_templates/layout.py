@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+# Cache tensors have room for whole tiles of this many tokens. Kernels are told how many of them:
+# so the compiler knows what divides the room even where it varies.
+CAPACITY_TILE = 128
 # Bits of a half's mantissa: that many bits of a word are exact as a subnormal number.
 _MANTISSA = 10
 # The narrowest operand of a tensor-core product of half-precision numbers.

@@ -8,6 +8,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from triton_templates.layout import CAPACITY_TILE
+
 FOLDER = Path(__file__).parent
 SUFFIX = ".py.jinja"
 
@@ -23,7 +25,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.globals.update(names=_names, plus=_plus)
+    environment.globals.update(names=_names, plus=_plus, capacity_tile=CAPACITY_TILE)
     return environment
 
 

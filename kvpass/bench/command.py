@@ -177,18 +177,49 @@ def _add_gpu(kinds: Any) -> None:
     parser = kinds.add_parser("gpu", help="check and measure everything that needs a GPU")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=8, help="begin no part later than this")
-    parser.add_argument("--json", metavar="FILE", default="kvpass_gpu.json")
+    parser.add_argument("--json", metavar="FILE", help="default: kvpass_gpu.json")
+    dry = parser.add_argument_group(
+        "without a GPU", "compile a tiny model for a GPU that need not be there"
+    )
+    dry.add_argument("--dry-run", action="store_true", help="run nothing, say what was compiled")
+    dry.add_argument("--target", nargs="+", default=["sm_90"], help="sm_80, sm_90 (default)")
+    dry.add_argument("--recipes", nargs="+", default=["kivi-4bit", "kivi-2bit"], metavar="NAME")
+    dry.add_argument("--dtype", nargs="+", default=["bfloat16"], help=", ".join(_DTYPES))
+    dry.add_argument("--cache", nargs="+", default=["dynamic", "static"], help="dynamic, static")
+    dry.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.set_defaults(run=run_gpu)
 
 
 def run_gpu(args: argparse.Namespace) -> int:
     """``kvpass bench gpu``."""
-    from kvpass.bench.device import pick_device
-    from kvpass.bench.gpu import bench_gpu
     from kvpass.bench.report import check_outputs
 
     check_outputs(args.json, None)
-    return int(not bench_gpu(pick_device(args.device), args.json, args.minutes))
+    if args.dry_run:
+        return _run_dry(args)
+    from kvpass.bench.device import pick_device
+    from kvpass.bench.gpu import bench_gpu
+
+    path = args.json or "kvpass_gpu.json"
+    return int(not bench_gpu(pick_device(args.device), path, args.minutes))
+
+
+def _run_dry(args: argparse.Namespace) -> int:
+    """``kvpass bench gpu --dry-run``."""
+    from kvpass.bench.dry_run import dry_run, dry_run_json, dry_run_section, parse_routes
+    from kvpass.bench.report import write_json
+
+    rows: list[dict[str, Any]] = []
+    routes = parse_routes(args.recipes, args.dtype, args.cache, args.batch, args.target)
+    for route in routes:
+        found = dry_run(route)
+        print(f"{dry_run_section(route, found)}\n", flush=True)
+        rows += dry_run_json(route, found)
+        if args.json:
+            write_json(args.json, "gpu --dry-run", _arguments(args), rows)
+    wrong = sum(not row["right"] for row in rows)
+    print(f"{len(routes)} routes, {len(rows)} graphs, {wrong} not right")
+    return int(wrong > 0)
 
 
 def _config(args: argparse.Namespace) -> Any:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import Size, derived_source, inner_source, symbol_node, symbol_positions
+from kvpass._torch import (
+    Size,
+    derived_source,
+    inner_source,
+    mark_static_input,
+    symbol_node,
+    symbol_positions,
+)
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.tensor_plan import TensorPlan
@@ -33,7 +40,13 @@ from kvpass.graph.binding import (
 )
 from kvpass.graph.calls import add_call
 from kvpass.graph.chunks import ChunkBinder
-from kvpass.graph.orders import constant_node, constant_value, inverse, is_constant
+from kvpass.graph.orders import (
+    constant_node,
+    constant_value,
+    drop_constants,
+    inverse,
+    is_constant,
+)
 from kvpass.graph.rotary import RotaryBinder
 from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
@@ -112,6 +125,8 @@ class _Binder:
                     inner = self.graph.placeholder(f"{node.name}_{name}")
                 inner.meta["example_value"] = getattr(example, name)
                 inner_source(node, inner, name)
+                if example.plan.room is not None:
+                    mark_static_input(inner)
                 self.state[node].append(inner)
                 if name == "rotary":
                     self.rotary.hold(node, inner)
@@ -181,6 +196,8 @@ class _Binder:
         ]
 
     def _static_step(self, update: StaticUpdate) -> StaticStep:
+        if update.counter is not None and update.past is not None:
+            mark_static_input(update.counter)
         return StaticStep(
             argument=None if update.past is None else self.positions[update.past],
             new=Size(update.new.meta["example_value"].shape[2], self.symbols),
@@ -282,6 +299,7 @@ class _Binder:
         constants = {node: constant_value(node) for node in used}
         examples = [n.meta["example_value"] for n in folds]
         self._make_arguments(constants)
+        drop_constants(self.graph)
         return tuple(folds.values()), tuple(constants.values()), (*examples, *constants.values())
 
     def _make_arguments(self, nodes: Iterable[Node]) -> None:
@@ -292,6 +310,7 @@ class _Binder:
                 last = self.graph.placeholder(f"kvpass_{node.name}")
             last.meta["example_value"] = node.meta["example_value"]
             derived_source(self.graph, last)
+            mark_static_input(last)
             node.replace_all_uses_with(last)
             self.graph.erase_node(node)
 

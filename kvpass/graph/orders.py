@@ -90,6 +90,12 @@ def constant_value(order: Node) -> Tensor:
     return owner.get_buffer(str(order.target))
 
 
+def on_device(index: Tensor, device: torch.device) -> Tensor:
+    """A constant where a graph reads it. (Only this touches the device while a graph is worked on:
+    a dry run for a GPU that is not there puts a stand-in here.)"""
+    return index.to(device)
+
+
 def constant_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
     """The constant ``index`` on a device: one node for all that are equal."""
     owner = graph.owning_module
@@ -99,11 +105,21 @@ def constant_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
     known: list[Node] = [n for n in graph.find_nodes(op="get_attr") if n.target == name]
     if known:
         return known[0]
-    owner.register_buffer(name, index.to(device), persistent=False)
+    owner.register_buffer(name, on_device(index, device), persistent=False)
     with graph.inserting_before(_first_op(graph)):
         node = graph.get_attr(name)
     node.meta["example_value"] = owner.get_buffer(name)
     return node
+
+
+def drop_constants(graph: Graph) -> None:
+    """Takes all constants from the graph's module: none is read any more."""
+    owner = graph.owning_module
+    assert owner is not None
+    for node in [n for n in graph.find_nodes(op="get_attr") if is_constant(n)]:
+        graph.erase_node(node)
+    for name in [n for n, _ in owner.named_buffers() if n.startswith(_PREFIX)]:
+        delattr(owner, name)
 
 
 def is_constant(node: Node) -> bool:

@@ -35,6 +35,7 @@ class GraphReport:
         choices: which provider runs each op, and who declined.
         warnings: what the user was told.
         inner: what compiled the graph.
+        capture_obstacle: why CUDA graphs may not replay it; None if they may.
         seconds: per named pass.
         kernels: gives the generated source files of this process so far, and the op of each.
         live: the cache tensors that the last call returned.
@@ -49,6 +50,7 @@ class GraphReport:
     choices: list[Choice] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     inner: str = "inductor"
+    capture_obstacle: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     kernels: Callable[[], Mapping[Path, str]] = dict
     live: list[weakref.ref[PackedKV]] = field(default_factory=list)

@@ -14,6 +14,8 @@ import torch
 LIBRARY = torch.library.Library("kvpass", "DEF")
 # The name of each op, by what an FX node's target is.
 NAMES: dict[Any, str] = {}
+# What each op means, by its name.
+REFERENCES: dict[str, Callable[..., Any]] = {}
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -24,3 +26,4 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kvpass::{name}", fake, lib=LIBRARY)
     NAMES[getattr(torch.ops.kvpass, name).default] = name
+    REFERENCES[name] = reference

@@ -158,7 +158,7 @@ def test_aten_where_no_compiler_is(monkeypatch):
     graph = decode_graph(FakeTensorMode(), "cpu", dim=32)
     declined = (("cpp", "no C++ compiler was found"), ("triton", ON_CPU))
     choices = lower(graph)
-    assert choices[-1] == Choice("attention", "attention_default", "aten", declined)
+    assert choices[-1] == Choice("attention", "attention_default", "aten", declined, waits=True)
     assert torch.ops.kvpass.attention.default in {n.target for n in graph.nodes}
     assert compiler_problem(choices) == "no C++ compiler was found"
     decline_compiler.cache_clear()

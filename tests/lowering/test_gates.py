@@ -12,7 +12,6 @@ from itertools import product
 import pytest
 import torch
 
-from kvpass._torch import FakeTensorMode
 from kvpass.bench.plans import layer_plan
 from kvpass.recipes import RECIPES, Auto, Cocktail, Kvmix, Kvquant, recipe
 from lowering.inspection import (
@@ -152,10 +151,9 @@ def check_main_loop(plans, capability, bound, **variant):
 
 def main_loop(plans, capability, **variant):
     """The report of attention, whose main loop reads what was copied to shared memory before."""
-    with FakeTensorMode():
-        launches = layer_launches(
-            *plans, key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS_PER_GROUP, **variant
-        )  # fmt: skip
+    launches = layer_launches(
+        *plans, key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS_PER_GROUP, **variant
+    )
     (launch,) = (x for x in launches if x.step_elements)
     report = inspect_launch(launch, capability)
     assert report.per_element is not None, "no main loop was found"

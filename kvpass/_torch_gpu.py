@@ -1,0 +1,350 @@
+"""A GPU that is not there, for which Inductor generates and compiles all it would compile for a
+real one; nothing is run. Beside `kvpass._torch` the only file that touches private PyTorch APIs.
+
+Tensors are fake, so that any build of PyTorch will do. What Inductor asks of a GPU is answered from
+a data sheet, and its kernels are compiled for that GPU, which Triton can do anywhere. In builds
+without CUDA the dense attention of a prompt is decomposed where others call a library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._dynamo import device_interface
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._functorch import config as aot_config
+from torch._guards import TracingContext
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
+from torch._inductor.fx_passes import fuse_attention, pad_mm
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._triton import has_triton, triton_backend, triton_hash_with_backend
+
+from kvpass._torch import load_cpp
+
+DataDependentError = fake_tensor.DataDependentOutputException
+
+# By compute capability: name, multiprocessors, bytes of memory, of L2 and of shared memory of a
+# program and of a multiprocessor, from NVIDIA's data sheets.
+_GPUS = {
+    80: ("NVIDIA A100-SXM4-80GB", 108, 80 << 30, 40 << 20, 166912, 167936),
+    90: ("NVIDIA H200", 132, 141 << 30, 60 << 20, 232448, 233472),
+}
+CAPABILITIES = tuple(_GPUS)
+
+_NO_GUARD = r"""
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+extern "C" void install() {
+  static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+  auto& known = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)];
+  if (known.load() == nullptr) known.store(&guard);
+}
+"""
+
+
+def _install_device_guard() -> None:
+    """Lets tensors say that they are on a GPU in a build that knows none. Stays, and does nothing
+    where there is one."""
+    if torch.backends.cuda.is_built():
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    folder = Path(torch.__file__).parent / "lib"
+    ctypes.CDLL(str(folder / "libc10.so"), mode=ctypes.RTLD_GLOBAL)
+    load_cpp(_NO_GUARD, ()).install()
+
+
+def _properties(capability: int) -> Any:
+    name, processors, memory, l2, shared, all_shared = _GPUS[capability]
+    return types.SimpleNamespace(
+        name=name,
+        major=capability // 10,
+        minor=capability % 10,
+        multi_processor_count=processors,
+        total_memory=memory,
+        L2_cache_size=l2,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        warp_size=32,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=shared,
+        shared_memory_per_multiprocessor=all_shared,
+        gcnArchName="",
+    )
+
+
+class _Stream:
+    cuda_stream = 0
+
+
+def _answers(capability: int) -> dict[str, Callable[..., Any]]:
+    """What ``torch.cuda`` says of the GPU."""
+    properties = _properties(capability)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def zero(*args: Any) -> int:
+        return 0
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": nothing,
+        "device_count": lambda: 1,
+        "current_device": zero,
+        "set_device": nothing,
+        "synchronize": nothing,
+        "_exchange_device": zero,
+        "_maybe_exchange_device": zero,
+        "current_stream": lambda *args: _Stream(),
+        "is_current_stream_capturing": lambda: False,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_name": lambda device=None: properties.name,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
+        "get_rng_state": lambda *args, **kwargs: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "set_rng_state": nothing,
+    }
+
+
+def _interface(answers: dict[str, Callable[..., Any]]) -> type[Any]:
+    """What Inductor asks in place of ``torch.cuda``."""
+    told = (
+        "current_device", "set_device", "device_count", "synchronize", "current_stream",
+        "get_device_properties",
+    )  # fmt: skip
+    methods = {name: staticmethod(answers[name]) for name in told}
+    methods |= {
+        "exchange_device": staticmethod(answers["_exchange_device"]),
+        "maybe_exchange_device": staticmethod(answers["_maybe_exchange_device"]),
+        "get_raw_stream": staticmethod(answers["current_device"]),
+    }
+    worker = type("Worker", (), methods)
+    return type("Interface", (device_interface.CudaInterface,), {**methods, "Worker": worker})
+
+
+class _Driver:
+    """What Triton asks in place of its driver for NVIDIA's GPUs."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+
+@contextmanager
+def simulated_gpu(capability: int) -> Iterator[FakeTensorMode]:
+    """Inside, ``cuda`` is a GPU of this compute capability on which nothing can be run.
+
+    Yields:
+        The mode, not entered, under which its tensors are to be made.
+    """
+    import triton
+
+    _install_device_guard()
+    answers = _answers(capability)
+    # Dynamo makes these tables when it first looks at them: not of what is in place below.
+    TorchInGraphFunctionVariable._get_handlers()
+    before = device_interface.get_interface_for_device("cuda")
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        for name in ("_cuda_getCurrentRawStream", "_cuda_cudaCachingAllocator_is_enabled"):
+            answer = answers["current_device"] if "Stream" in name else lambda: True
+            stack.enter_context(patch.object(torch._C, name, answer, create=True))
+        device_interface.register_interface_for_device("cuda", _interface(answers))
+        stack.callback(device_interface.register_interface_for_device, "cuda", before)
+        driver = triton.runtime.driver
+        stack.enter_context(patch.object(driver, "_active", _Driver(capability)))
+        stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        # Nothing may be made on the device, or measured there.
+        stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))
+        stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
+        stack.enter_context(patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
+        stack.enter_context(patch.object(fuse_attention, "_sfdp_init", lambda *args: None))
+        stack.enter_context(patch.object(pad_mm, "_pad_mm_init", lambda *args: None))
+        stack.enter_context(patch.dict(os.environ, {"KVPASS_TUNE": "0"}))
+        stack.enter_context(
+            inductor_config.patch(
+                compile_threads=1,
+                fx_graph_cache=False,
+                joint_graph_constant_folding=False,
+                use_static_cuda_launcher=False,
+            )
+        )
+        stack.enter_context(aot_config.patch(enable_autograd_cache=False))
+        # They remember whether there is a GPU.
+        for remembers in (has_triton, triton_backend, triton_hash_with_backend):
+            remembers.cache_clear()
+            stack.callback(remembers.cache_clear)
+        yield FakeTensorMode()
+
+
+def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """While Dynamo's graph is compiled: ``tensor`` on the simulated GPU, as its examples are."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    with mode:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class InductorKernel:
+    """A Triton kernel as Inductor compiles it.
+
+    Attributes:
+        name: of the kernel's function.
+        own: of kvpass, not of Inductor.
+        signature: type of each argument.
+        constants: values of those that are constants.
+        aligned: positions of the arguments that 16 divides.
+        problem: why it does not compile, or empty.
+        compiled: Triton's compiled kernel, None if it does not compile.
+        options: of Triton's compiler.
+    """
+
+    name: str
+    own: bool
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[int, ...]
+    problem: str
+    compiled: Any
+    options: dict[str, int]
+
+
+@dataclass
+class InductorGraph:
+    """What Inductor made of one graph.
+
+    Attributes:
+        kernels: in the order of the generated code.
+        inputs: how many there are.
+        static: positions of the inputs that are the same memory in most calls.
+        mutated: positions of those that are written.
+        lowered: the graph that code was generated from.
+        capture_problem: why Inductor would not let CUDA graphs replay it, or empty.
+    """
+
+    kernels: list[InductorKernel] = field(default_factory=list)
+    inputs: int = 0
+    static: tuple[int, ...] = ()
+    mutated: tuple[int, ...] = ()
+    lowered: fx.Graph = field(default_factory=fx.Graph)
+    capture_problem: str = ""
+
+
+@contextmanager
+def record_inductor() -> Iterator[list[InductorGraph]]:
+    """Inside `simulated_gpu`: what Inductor compiles, graph by graph."""
+    graphs: list[InductorGraph] = []
+    inner, generate = compile_fx._compile_fx_inner, GraphLowering.codegen
+
+    def compile_inner(gm: fx.GraphModule, examples: Any, **options: Any) -> Any:
+        graph = InductorGraph(inputs=len(examples))
+        graph.static = tuple(options.get("static_input_idxs") or ())
+        graphs.append(graph)
+        made: Any = inner(gm, examples, **options)
+        graph.mutated = tuple(sorted(made.mutated_input_idxs))
+        graph.capture_problem = made.disabled_cudagraphs_reason or ""
+        return made
+
+    def codegen(lowering: GraphLowering) -> Any:
+        graphs[-1].lowered = lowering.module.graph  # type: ignore[assignment]
+        return generate(lowering)
+
+    def precompile(kernel: CachingAutotuner, *args: Any, **options: Any) -> None:
+        graphs[-1].kernels.append(_compiled(kernel))
+
+    with (
+        patch.object(compile_fx, "_compile_fx_inner", compile_inner),
+        patch.object(GraphLowering, "codegen", codegen),
+        patch.object(CachingAutotuner, "precompile", precompile),
+    ):
+        yield graphs
+
+
+def _compiled(kernel: CachingAutotuner) -> InductorKernel:
+    """Compiles the first of a kernel's configurations as Inductor does, without loading it."""
+    assert kernel.configs
+    config, problem, compiled = kernel.configs[0], "", None
+    meta = kernel._create_compile_meta(config)
+    try:
+        compiled = kernel._precompile_config(config).kernel
+    # Triton raises many kinds of errors.
+    except Exception as error:
+        problem = f"{type(error).__name__}: {_root(error)}"
+    (attributes,) = meta["configs"]
+    return InductorKernel(
+        name=kernel.fn.__name__,
+        own=kernel.custom_kernel,
+        signature=dict(meta["signature"]),
+        constants=dict(meta["constants"]),
+        aligned=tuple(sorted(place[0] for place in attributes)),
+        problem=problem,
+        compiled=compiled,
+        options={name: meta[name] for name in ("num_warps", "num_stages")},
+    )
+
+
+def _root(error: BaseException) -> str:
+    """What went wrong first, in one line; Triton wraps it once for each function on the way."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())
+
+
+class WatchWaits(TorchDispatchMode):
+    """Collects in ``found`` where the host waits for the device: operators that read numbers from
+    it or copy them to it, each with the ``place`` that called it."""
+
+    def __init__(self, place: Callable[[], str], found: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._place, self._found = place, found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs ``func``."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        target = kwargs.get("device")
+        crosses = (
+            name == "_to_copy"
+            and target is not None
+            and torch.device(target).type != args[0].device.type
+        )
+        copies = name == "copy_" and args[0].device.type != args[1].device.type
+        if crosses or copies or name in ("_local_scalar_dense", "nonzero", "equal"):
+            self._found.append(f"{name} at {self._place()}")
+        return func(*args, **kwargs)

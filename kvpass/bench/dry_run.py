@@ -1,0 +1,333 @@
+"""``kvpass bench gpu --dry-run``: a model's whole way to a GPU, without one.
+
+A tiny model of fake tensors goes through Dynamo, the rules and Inductor, and every generated kernel
+is compiled for the GPU as Inductor compiles it. In place of the compiled graphs, which nothing
+could run, their ops are asked for shapes, so that a prompt and decode steps follow each other as
+they would.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+
+from kvpass import _torch, backend
+from kvpass._torch_gpu import (
+    CAPABILITIES,
+    DataDependentError,
+    InductorGraph,
+    InductorKernel,
+    WatchWaits,
+    record_inductor,
+    simulated_gpu,
+    stand_in,
+)
+from kvpass.bench.device import pick_dtype
+from kvpass.bench.models import Shape
+from kvpass.bench.plans import check_recipe, layer_plan
+from kvpass.bench.report import Section
+from kvpass.errors import OptionError, unknown
+from kvpass.graph import orders
+from kvpass.inspect.report import GraphReport, reports
+from kvpass.ops.library import NAMES, REFERENCES
+from kvpass.plan import Plan
+from kvpass.recipes import Kvmix, written_recipe
+from kvpass.runtime import PackedCallable
+
+CACHES = ("dynamic", "static")
+# Heads of an 8B Llama, and fewer of them.
+_HEAD_DIM = 128
+_SHAPE = Shape(2, 512, 256, 4, 2, _HEAD_DIM, 128)
+_PROMPT, _ROOM, _STEPS = 300, 512, 2
+# Ops whose references read lengths on the host.
+_WAITING = ("append by aten", "attention by aten", "unpack by aten")
+_ROOT = Path(__file__).parent.parent.parent
+_PACKAGES = ("kvpass", "lowering")
+
+
+@dataclass(frozen=True)
+class Route:
+    """What is compiled: a recipe's name, the model's dtype, ``dynamic`` or ``static`` cache, the
+    batch, and the compute capability of the GPU."""
+
+    recipe: str
+    dtype: torch.dtype
+    cache: str
+    batch: int
+    capability: int
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.recipe} {dtype} {self.cache} B={self.batch} sm_{self.capability}"
+
+
+@dataclass(frozen=True)
+class GraphFindings:
+    """What was found of one compiled graph.
+
+    Attributes:
+        kind: ``prefill`` or ``decode``.
+        kernels: all that Inductor compiles.
+        providers: how many ops each provider computes, e.g. ``append by triton``.
+        clones: operations that read or write a cache tensor beside the kernels.
+        waits: where the host waits for the device.
+        refused: parts of the cache that stay plain, and why.
+        inputs, static: of the compiled graph; those that are the same memory in most calls.
+        obstacle: why CUDA graphs may not replay it, or empty.
+    """
+
+    kind: str
+    kernels: tuple[InductorKernel, ...]
+    providers: dict[str, int]
+    clones: tuple[str, ...]
+    waits: tuple[str, ...]
+    refused: tuple[str, ...]
+    inputs: int
+    static: int
+    obstacle: str
+
+    @property
+    def failed(self) -> list[InductorKernel]:
+        """Kernels that do not compile."""
+        return [kernel for kernel in self.kernels if kernel.problem]
+
+    @property
+    def right(self) -> bool:
+        """Whether a GPU would run it as it should. Waits are known where PyTorch serves an op, and
+        where the cache is made."""
+        known = self.kind != "decode" or any(op in _WAITING for op in self.providers)
+        return not self.failed and not self.clones and (known or not self.waits)
+
+
+@torch.no_grad()
+def dry_run(route: Route) -> list[GraphFindings]:
+    """Takes a tiny model through a prompt and decode steps.
+
+    Returns:
+        What was found of each graph, in the order of compilation.
+
+    Raises:
+        OptionError, PlanError: if there is no such recipe, or it does not fit.
+    """
+    plan = _plan(route.recipe)
+    torch.compiler.reset()
+    seen = max((r.index for r in reports()), default=-1)
+    waits: dict[int, list[str]] = {}
+    with simulated_gpu(route.capability) as fake, record_inductor() as made:
+        with fake, torch.device("cuda"), _watched(waits):
+            model = LlamaForCausalLM._from_config(_SHAPE.config(), dtype=route.dtype).eval()
+            options = {"recipe": plan, "mode": "reduce-overhead"}
+            model.compile(backend="kvpass", options=options)
+            cache = _cache(route.cache)
+            for length in (_PROMPT, *[1] * _STEPS):
+                ids = torch.zeros(route.batch, length, dtype=torch.int64)
+                model(ids, past_key_values=cache, use_cache=True)
+        found = [r for r in reports() if r.index > seen]
+        return [_findings(r, g, waits.get(r.index, [])) for r, g in zip(found, made, strict=True)]
+
+
+def _plan(name: str) -> Plan:
+    """A plan of random tokens for two layers; of KVmix's, one is important."""
+    tokens = [torch.randn(1, _SHAPE.kv_heads, 256, _HEAD_DIM, device="cpu") for _ in range(2)]
+    if isinstance(written_recipe(name), Kvmix):
+        layers = {str(i): layer_plan(f"{name},share={i}.0", *tokens) for i in range(2)}
+        return Plan(layers["0"], layers, recipe=name)
+    return Plan(layer_plan(name, *tokens), recipe=name)
+
+
+def _cache(kind: str) -> Any:
+    config = _SHAPE.config()
+    if kind == "static":
+        return StaticCache(config, max_cache_len=_ROOM)
+    return DynamicCache(config=config)
+
+
+class _Shapes(Interpreter):
+    """Runs a graph on fake tensors. Ops that PyTorch serves run as their references do, which shows
+    where they wait for the device."""
+
+    def __init__(self, module: GraphModule, waits: list[str]) -> None:
+        # As Inductor does: what nobody reads is not computed.
+        read = GraphModule(module, module.graph)
+        read.graph.eliminate_dead_code()
+        super().__init__(read)
+        self._waits = waits
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Computes the shapes of a node's result."""
+        if (name := NAMES.get(target)) is not None:
+            try:
+                return REFERENCES[name](*args, **kwargs)
+            except DataDependentError:
+                self._waits.append(f"kvpass::{name} by aten")
+        return super().call_function(target, args, kwargs)
+
+
+@contextmanager
+def _watched(waits: dict[int, list[str]]) -> Iterator[None]:
+    """Inside, compiled graphs are run on fake tensors; collects where each waits, by its report's
+    index."""
+    compile_inductor, call = _torch.compile_inductor, PackedCallable.__call__
+    running: list[list[str]] = []
+
+    def compile_and_fake(module: GraphModule, *args: Any) -> Callable[..., Any]:
+        compile_inductor(module, *args)
+
+        def run(*inputs: Any) -> Any:
+            return _Shapes(module, running[-1]).run(*map(_own, inputs))
+
+        return run
+
+    def watched_call(callee: PackedCallable, *args: Any) -> Any:
+        running.append(waits.setdefault(callee.report.index, []))
+        with WatchWaits(_place, running[-1]):
+            return call(callee, *args)
+
+    with (
+        patch.object(backend, "compile_inductor", compile_and_fake),
+        patch.object(PackedCallable, "__call__", watched_call),
+        patch.object(orders, "on_device", stand_in),
+    ):
+        yield
+
+
+def _own(x: Any) -> Any:
+    """A tensor of the mode that is on, for one of Dynamo's."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _place() -> str:
+    """The innermost line of kvpass, beside this file and what is private to it, that is running."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        inside = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _PACKAGES
+        if inside and path.name not in ("dry_run.py", "_torch_gpu.py"):
+            return f"{path.relative_to(_ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"
+
+
+def _findings(report: GraphReport, made: InductorGraph, waits: Sequence[str]) -> GraphFindings:
+    providers = Counter(f"{c.op} by {c.provider}" for c in report.choices)
+    return GraphFindings(
+        kind=report.kind,
+        kernels=tuple(made.kernels),
+        providers=dict(providers),
+        clones=tuple(_clones(report.bound.graph, made.lowered)),
+        waits=tuple(dict.fromkeys(waits)),
+        refused=tuple(f"{e.path}: {e.detail}" for e in report.events if e.required and not e.fired),
+        inputs=made.inputs,
+        static=len(made.static),
+        obstacle=_obstacle(report, made),
+    )
+
+
+def _obstacle(report: GraphReport, made: InductorGraph) -> str:
+    if report.capture_obstacle is not None:
+        return report.capture_obstacle
+    moving = [i for i in made.mutated if i not in made.static]
+    return made.capture_problem or (f"inputs {moving} are written and move" if moving else "")
+
+
+def _clones(bound: Graph, lowered: Graph) -> Iterator[str]:
+    """Operations of ``lowered`` on the tensors that ops of ``bound`` have as state, but for kernels
+    and for those ops."""
+    places = {node: i for i, node in enumerate(bound.find_nodes(op="placeholder"))}
+    state = {
+        places[x]
+        for node in bound.nodes
+        if "kvpass" in str(node.target)
+        for argument in node.args
+        if isinstance(argument, list | tuple)
+        for x in argument
+        if x in places
+    }
+    for i, placeholder in enumerate(lowered.find_nodes(op="placeholder")):
+        for user in placeholder.users if i in state else ():
+            name = str(user.target)
+            known = ("kvpass", "sym_size", "triton_kernel_wrapper")
+            # What is written where it stands is copied to itself, which compiles to nothing.
+            itself = user.args == (placeholder, placeholder)
+            if not itself and not any(part in name for part in known):
+                yield f"{name} of {placeholder.name}"
+
+
+def dry_run_section(route: Route, found: Sequence[GraphFindings]) -> Section:
+    """The table of a route: a row for each graph."""
+    header = ["graph", "kernels", "failed", "clones", "waits", "static inputs", "CUDA graph"]
+    rows, notes = [], []
+    for graph in found:
+        own = sum(kernel.own for kernel in graph.kernels)
+        rows.append([
+            graph.kind, f"{own} + {len(graph.kernels) - own}", str(len(graph.failed)),
+            str(len(graph.clones)), str(len(graph.waits)), f"{graph.static} of {graph.inputs}",
+            "no" if graph.obstacle else "yes",
+        ])  # fmt: skip
+        notes.append(f"{graph.kind}: {', '.join(f'{p} x{n}' for p, n in graph.providers.items())}")
+        notes += [f"{k.name} does not compile: {k.problem}" for k in graph.failed]
+        notes += [f"clone: {clone}" for clone in graph.clones]
+        notes += [f"waits: {wait}" for wait in graph.waits]
+        notes += [f"stays plain: {refusal}" for refusal in graph.refused]
+        notes += [f"no CUDA graph: {graph.obstacle}"] if graph.obstacle else []
+    return Section(str(route), header, rows, notes)
+
+
+def dry_run_json(route: Route, found: Sequence[GraphFindings]) -> list[dict[str, Any]]:
+    """A row for each graph, with all that was found of it."""
+    return [
+        {
+            "route": str(route),
+            "right": graph.right,
+            **{f.name: getattr(graph, f.name) for f in fields(graph) if f.name != "kernels"},
+            "kernels": [k.name for k in graph.kernels],
+            "failed": {k.name: k.problem for k in graph.failed},
+        }
+        for graph in found
+    ]
+
+
+def parse_routes(
+    recipes: Sequence[str],
+    dtypes: Sequence[str],
+    caches: Sequence[str],
+    batches: Sequence[int],
+    targets: Sequence[str],
+) -> list[Route]:
+    """All combinations.
+
+    Raises:
+        OptionError: if a name is not known, or a batch is not positive.
+    """
+    capabilities = {f"sm_{capability}": capability for capability in CAPABILITIES}
+    for kind, names, allowed in (("cache", caches, CACHES), ("target", targets, capabilities)):
+        for name in names:
+            if name not in allowed:
+                raise OptionError(unknown(kind, name, allowed))
+    for batch in batches:
+        if batch < 1:
+            raise OptionError(f"--batch {batch} is not supported; at least 1.")
+    for recipe in recipes:
+        check_recipe(recipe, _HEAD_DIM)
+    return [
+        Route(recipe, pick_dtype(dtype), cache, batch, capabilities[target])
+        for target in targets
+        for recipe in recipes
+        for dtype in dtypes
+        for cache in caches
+        for batch in batches
+    ]
