@@ -11,7 +11,7 @@ import torch
 from kvpass._torch import FakeTensorMode
 from kvpass.errors import KernelError
 from kvpass.ops.pack import pack_fake
-from lowering import inspection, unpack
+from lowering import inspection, layouts, pack, unpack
 from lowering.launch import Launch, record_launches
 from lowering.layer import layer_launches
 
@@ -113,6 +113,22 @@ def unpack_launch(codec: str, head_dim: int, dtype: torch.dtype) -> Launch:
         assert unpack.supports(state, 4097, plan, dtype) is None
         unpack.unpack(state, 4097, plan, dtype)
     return recorded[0]
+
+
+def test_long_prompts_fit_into_a_grid():
+    """CUDA takes 65,535 programs in all but the first dimension of a grid."""
+    tokens = 4_300_000
+    with FakeTensorMode(), record_launches() as recorded:
+        for plan in PRESETS["kivi-2bit"]:
+            x = torch.empty(1, 8, tokens, 64, dtype=torch.float16, device="cuda")
+            pack.pack(x, plan)
+            unpack.unpack(pack_fake(x, plan), tokens, plan, x.dtype)
+    assert len(recorded) == 4
+    for launch in recorded:
+        assert launch.grid[0] >= tokens // 128
+        assert all(size < 65_536 for size in launch.grid[1:])
+    wide = torch.empty(8192, 8, 4, 64, dtype=torch.float16, device="meta")
+    assert layouts.decline_pairs(wide) == "the batch has 65536 heads; the kernels take 65535"
 
 
 def test_the_disassembler_is_missing(monkeypatch):

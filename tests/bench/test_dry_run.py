@@ -1,0 +1,166 @@
+"""The whole way to a GPU, without one: what `kvpass bench gpu --dry-run` finds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from kvpass._torch_gpu import InductorKernel
+from kvpass.bench import dry_run as module
+from kvpass.bench.dry_run import GraphFindings, Route, dry_run, dry_run_section
+from kvpass.cli import main
+from kvpass.errors import KernelError
+from lowering import codegen
+from lowering.inspection import inspect_launch, signature
+from lowering.layer import layer_launches
+
+DYNAMIC = Route("kivi-4bit", torch.bfloat16, "dynamic", 1, 90)
+STATIC = Route("kivi-4bit", torch.float16, "static", 8, 80)
+
+
+@pytest.fixture(scope="module", params=[DYNAMIC, STATIC], ids=str)
+def found(request):
+    return request.param, dry_run(request.param)
+
+
+def test_nothing_fails_is_copied_or_waits(found):
+    route, graphs = found
+    prefill, decode = graphs
+    assert (prefill.kind, decode.kind) == ("prefill", "decode")
+    for graph in graphs:
+        assert [k.problem for k in graph.failed] == []
+        assert graph.clones == graph.waits == graph.refused == ()
+        assert graph.right
+    assert prefill.providers == {"pack by triton": 4}
+    assert decode.providers == {
+        "keep_rows by aten": 1, "append by triton": 4, "attention by triton": 2,
+    }  # fmt: skip
+    weights = 22
+    assert (prefill.static, prefill.inputs) == (weights, {DYNAMIC: 23, STATIC: 25}[route])
+    if route is DYNAMIC:
+        assert decode.static == weights
+        assert decode.obstacle.startswith("its cache grows")
+    else:
+        # All but the ids.
+        assert decode.static == decode.inputs - 1
+        assert decode.obstacle == ""
+    names = {k.name for k in decode.kernels if k.own}
+    assert names == {"append_step", "advance_ends", "attention_split", "attention_merge"}
+    assert "decode" in str(dry_run_section(route, graphs))
+
+
+def test_kernels_are_inspected_as_inductor_compiles_them(found):
+    """`kvpass kernels` and the gates tell the compiler what Inductor does."""
+    route, graphs = found
+    plan = module._plan(route.recipe).default
+    keys, values = plan.keys, plan.values
+    if route is STATIC:
+        keys, values = keys.static(module._ROOM), values.static(module._ROOM)
+    launches = layer_launches(
+        str(keys), str(values), key_dim=128, value_dim=128, heads_per_group=2, dtype=route.dtype
+    )
+    launched = [(x.kernel.__name__, x.kernel.arg_names, signature(x)) for x in launches]
+    for kernel in graphs[1].kernels:
+        if not kernel.own:
+            continue
+        own_types = {n: t for n, t in kernel.signature.items() if t != "constexpr"}
+        same = [
+            told
+            for name, _, told in launched
+            if name == kernel.name and set(told.types) == set(kernel.signature)
+        ]
+        assert any(
+            {n: t for n, t in told.types.items() if t != "constexpr"} == own_types
+            and told.aligned == kernel.aligned
+            for told in same
+        ), (kernel.name, kernel.signature, kernel.aligned)
+
+
+@pytest.mark.parametrize("name", ["scale", "cap"])
+def test_a_number_that_is_not_cast_is_caught(name, monkeypatch):
+    """Inductor gives kernels numbers of double precision; eager launches and the interpreter do
+    not."""
+    cast = f"    {name} = tl.cast({name}, tl.float32)\n"
+
+    def without(template, **parameters):
+        text = render(template, **parameters)
+        assert template != "attention" or cast in text
+        return text.replace(cast, "")
+
+    render = codegen.render
+    monkeypatch.setattr(codegen, "render", without)
+    codegen.load_kernels.cache_clear()
+    launches = layer_launches("fp", "fp", key_dim=64, value_dim=64, heads_per_group=2, softcap=30.0)
+    codegen.load_kernels.cache_clear()
+    (split,) = (x for x in launches if x.step_elements)
+    with pytest.raises(KernelError, match="does not compile for sm_90"):
+        inspect_launch(split, 90)
+
+
+def test_clones_are_found():
+    """A state tensor that is read by anything but kernels; one that is written where it stands."""
+    bound, lowered = Graph(), Graph()
+    state, other = (bound.placeholder(n) for n in ("state", "other"))
+    bound.call_function(torch.ops.kvpass.append.default, ([state], other, "fp"))
+    x, y = (lowered.placeholder(n) for n in ("x", "y"))
+    lowered.call_function(torch.ops.aten.clone.default, (y,))
+    lowered.call_function(torch.ops.aten.copy_.default, (x, x))
+    assert list(module._clones(bound, lowered)) == []
+    cloned = lowered.call_function(torch.ops.aten.clone.default, (x,))
+    lowered.call_function(torch.ops.aten.copy_.default, (x, cloned))
+    assert list(module._clones(bound, lowered)) == ["aten.clone.default of x",
+                                                    "aten.copy_.default of x"]  # fmt: skip
+
+
+def test_waits_are_found(monkeypatch):
+    """Where PyTorch serves an op that reads lengths; no CUDA graph can replay that."""
+    monkeypatch.setattr(module, "_SHAPE", replace(module._SHAPE, layers=1))
+    prefill, decode = dry_run(Route("skvq-k2v2", torch.bfloat16, "static", 1, 90))
+    assert [w.split(":")[0] for w in prefill.waits] == ["_to_copy at kvpass/cache/encoding.py"]
+    assert [w.split(":")[0] for w in decode.waits] == [
+        "_local_scalar_dense at kvpass/ops/append.py", "kvpass",
+    ]  # fmt: skip
+    assert decode.obstacle.startswith("kvpass::append runs in plain PyTorch")
+    assert decode.clones == ()
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    """The table, the file, and the exit code when something is wrong."""
+    wrong = InductorKernel("attention_split", True, {}, {}, (), "AssertionError: fp64", None, {})
+    findings = GraphFindings(
+        "decode", (wrong,), {"append by triton": 2}, ("clone of x",), (), (), 9, 8, "it grows"
+    )
+    monkeypatch.setattr(module, "dry_run", lambda route: [findings])
+    path = tmp_path / "found.json"
+    arguments = ["bench", "gpu", "--dry-run", "--recipes", "fp", "--cache", "dynamic"]
+    assert main([*arguments, "--json", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert "attention_split does not compile: AssertionError: fp64" in printed
+    assert "clone: clone of x" in printed
+    assert "no CUDA graph: it grows" in printed
+    assert "1 routes, 1 graphs, 1 not right" in printed
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["failed"] == {"attention_split": "AssertionError: fp64"}
+    right = replace(findings, kernels=(), clones=())
+    monkeypatch.setattr(module, "dry_run", lambda route: [right])
+    assert main(arguments) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--target", "sm_70"), "Unknown target 'sm_70'. Did you mean 'sm_90' or 'sm_80'? Allowed: "
+         "sm_80, sm_90."),
+        (("--cache", "statik"), "Unknown cache 'statik'. Did you mean 'static'? Allowed: dynamic, "
+         "static."),
+        (("--batch", "0"), "--batch 0 is not supported; at least 1."),
+        (("--dtype", "int8"), "Unknown dtype 'int8'. Allowed: bfloat16, float16, float32."),
+    ],
+)  # fmt: skip
+def test_refusals(option, message, capsys):
+    assert main(["bench", "gpu", "--dry-run", *option]) == 2
+    assert capsys.readouterr().err.strip().endswith(f"kvpass: {message}")
