@@ -31,6 +31,7 @@ from kvpass.graph.binding import Binding
 from kvpass.graph.capture import capture_obstacle, makes_cache
 from kvpass.graph.packed_readers import unpack_unknown_readers
 from kvpass.graph.sites import find_sites, module_path
+from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe
 from kvpass.inspect.report import GraphReport, new_report
@@ -74,6 +75,7 @@ def kvpass(
     if isinstance(opts.planner, Plan) and opts.planner.calibration is not None:
         check_weights(module.graph, examples, opts.planner.calibration.weights)
     with report.timed("find sites"):
+        specialize(module.graph)
         context = Context(module.graph, find_sites(module.graph), opts.planner)
     with report.timed("apply rules"):
         biases = large_key_biases(context, examples)

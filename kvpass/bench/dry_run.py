@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -38,6 +38,7 @@ from kvpass.bench.device import pick_dtype
 from kvpass.bench.models import Shape
 from kvpass.bench.plans import check_recipe, layer_plan
 from kvpass.bench.report import Section
+from kvpass.cache import encoding, groups, order
 from kvpass.errors import OptionError, unknown
 from kvpass.graph import orders
 from kvpass.inspect.report import GraphReport, reports
@@ -53,6 +54,13 @@ _SHAPE = Shape(2, 512, 256, 4, 2, _HEAD_DIM, 128)
 _PROMPT, _ROOM, _STEPS = 300, 512, 2
 # Ops whose references read lengths on the host.
 _WAITING = ("append by aten", "attention by aten", "unpack by aten")
+# What keeps tensors of a device: those of this one must not be met again.
+_REMEMBERED = (
+    (encoding, "_numbers"),
+    (encoding, "_clips"),
+    (groups, "_members"),
+    (order, "_tensors"),
+)
 _ROOT = Path(__file__).parent.parent.parent
 _PACKAGES = ("kvpass", "lowering")
 
@@ -195,11 +203,13 @@ def _watched(waits: dict[int, list[str]]) -> Iterator[None]:
         with WatchWaits(_place, running[-1]):
             return call(callee, *args)
 
-    with (
-        patch.object(backend, "compile_inductor", compile_and_fake),
-        patch.object(PackedCallable, "__call__", watched_call),
-        patch.object(orders, "on_device", stand_in),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(backend, "compile_inductor", compile_and_fake))
+        stack.enter_context(patch.object(PackedCallable, "__call__", watched_call))
+        stack.enter_context(patch.object(orders, "on_device", stand_in))
+        for place, name in _REMEMBERED:
+            uncached = getattr(place, name).__wrapped__
+            stack.enter_context(patch.object(place, name, uncached))
         yield
 
 

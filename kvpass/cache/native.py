@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvpass._torch import is_traced
+from kvpass._torch import is_traced, tree_leaves, written_arguments
 from kvpass.cache import mixed
 from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import CacheStateError
@@ -61,6 +61,25 @@ def note_decode(op: str, handle: PackedKV, callers: int = 1) -> None:
         )
     DECODES[op] += 1
     log.debug("%s decoded %s", op, handle)
+
+
+def write_refused(op: str, handle: PackedKV) -> CacheStateError:
+    """The error for a write that would be lost: what an op sees is a decoded copy."""
+    return CacheStateError(
+        f"{op} would write into a packed cache tensor {tuple(handle.shape)}, which only a step of "
+        "the model extends. Change a copy, x.decode(), or use a new cache."
+    )
+
+
+def check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raises:
+    CacheStateError: if ``func``, an operator that has to decode, writes to a packed tensor.
+    """
+    passed: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    for key in written_arguments(func) or ():
+        for target in tree_leaves(passed.get(key)):
+            if isinstance(target, _PackedKV):
+                raise write_refused(str(func), target)
 
 
 def token_dims(plan: TensorPlan) -> dict[str, int]:

@@ -314,14 +314,23 @@ class PackedKV(Tensor):
         if self.plan.room is not None:
             return
         mark_dynamic(self, 2)
-        for name, dim in native.token_dims(self.plan).items():
+        for name, dim in self.growing.items():
             mark_dynamic(getattr(self, name), dim)
-        if self.plan.grows:
-            mark_dynamic(self.window, 2)
-        if self.plan.rope is not None:
-            mark_dynamic(self.rotary, 1)
-        for name, (dim, _) in mixed.token_runs(self.plan).items() if self.plan.levels else ():
-            mark_dynamic(getattr(self, name), dim)
+
+    @property
+    def growing(self) -> dict[str, int]:
+        """The inner tensors that grow with the context, and the dimension along which they do."""
+        plan = self.plan
+        if plan.room is not None:
+            return {}
+        dims = native.token_dims(plan)
+        if plan.grows:
+            dims["window"] = 2
+        if plan.rope is not None:
+            dims["rotary"] = 1
+        if plan.levels:
+            dims |= {name: dim for name, (dim, _) in mixed.token_runs(plan).items()}
+        return dims
 
     def decode(self) -> Tensor:
         """The plain tensor ``[B, H, T, D]`` that this one stands for."""
@@ -349,6 +358,14 @@ class PackedKV(Tensor):
         # A view of the decoded tensor, not of this one: torch cannot trace those everywhere.
         native.note_decode("__getitem__", self)
         return self.decode()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Raises:
+        CacheStateError: outside compiled code.
+        """
+        if not is_traced(self.ends):
+            raise native.write_refused("__setitem__", self)
+        super().__setitem__(key, value)
 
     def repeat_interleave(  # type: ignore[override]
         self, repeats: int | Tensor, dim: int | None = None, *, output_size: int | None = None
@@ -384,6 +401,7 @@ class PackedKV(Tensor):
                 return result
         handles = [x for x in tree_leaves((args, kwargs)) if isinstance(x, PackedKV)]
         if not any(is_traced(h.ends) for h in handles):
+            native.check_writes(func, args, kwargs)
             # Through torch's wrapper.
             native.note_decode(str(func), handles[0], callers=2)
         plain_args, plain_kwargs = tree_map_only(PackedKV, PackedKV.decode, (args, kwargs))

@@ -310,7 +310,7 @@ def _shape_miss(site: AttentionSite, keys: Read, values: Read) -> Miss | None:
             f"{site.heads} query heads do not share {k.shape[1]} key and {v.shape[1]} value heads",
             site.root,
         )
-    if {keys.heads, values.heads} - {site.heads, k.shape[1]}:
+    if any(heads not in (site.heads, k.shape[1]) for heads in (keys.heads, values.heads)):
         return Miss(f"{keys.heads} and {values.heads} heads are read by {site.heads}", site.root)
     if not (q.dtype == k.dtype == v.dtype):
         return Miss(f"query, keys and values are {q.dtype}, {k.dtype} and {v.dtype}", site.root)
