@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpass import backend as backend
     from kvpass import cocktail as cocktail
+    from kvpass import evaluate as evaluate
     from kvpass.cache.codec import Codec as Codec
     from kvpass.cache.filters import register_filter as register_filter
     from kvpass.cache.order import ChannelOrder as ChannelOrder
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvpass.errors import KvpassError as KvpassError
     from kvpass.inplace import fold_inplace as fold_inplace
     from kvpass.inspect.explain import explain as explain
+    from kvpass.options import compile_config as compile_config
     from kvpass.oracle import oracle_cache as oracle_cache
     from kvpass.plan import LayerPlan as LayerPlan
     from kvpass.plan import Plan as Plan
@@ -59,6 +61,7 @@ _HOMES = {
     "TensorPlan": "kvpass.cache.tensor_plan",
     "allocate": "kvpass.calibration.allocation",
     "calibrate": "kvpass.calibration.calibrate",
+    "compile_config": "kvpass.options",
     "explain": "kvpass.inspect.explain",
     "fold_inplace": "kvpass.inplace",
     "importance": "kvpass.calibration.sensitivity",
@@ -69,11 +72,12 @@ _HOMES = {
     "score": "kvpass.calibration.scores",
     "sensitivities": "kvpass.calibration.sensitivity",
 }
-__all__ = ["backend", "cocktail", *sorted(_HOMES)]
+_MODULES = ("backend", "cocktail", "evaluate")
+__all__ = [*_MODULES, *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("backend", "cocktail"):
+    if name in _MODULES:
         return import_module(f"kvpass.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvpass' has no attribute {name!r}")

@@ -11,6 +11,8 @@ from difflib import get_close_matches
 
 from kvpass._torch import ShortenTraceback
 
+_MOST_SHOWN = 80
+
 
 class KvpassError(ShortenTraceback, ValueError):
     """Base class. The message names the offending value and what is allowed."""
@@ -51,9 +53,20 @@ class GraphError(KvpassError):
     """A rewritten graph breaks an invariant. Always a bug in a rule, never the user's fault."""
 
 
+def shown(value: object) -> str:
+    """``value`` as an error names it: as Python prints it, in one line cut at 80 characters."""
+    return cut(repr(value), _MOST_SHOWN)
+
+
+def cut(text: str, most: int = 200) -> str:
+    """``text`` in one line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:
     """The sentence for an unknown ``name``: the close ones, then everything that is allowed."""
     names = sorted(allowed)
     close = get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
-    return f"Unknown {kind} {name!r}.{hint} Allowed: {', '.join(names)}."
+    return f"Unknown {kind} {shown(name)}.{hint} Allowed: {', '.join(names)}."

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvpass._torch import is_compiled
 from kvpass.cache.size import held_bytes, stored_bits
 from kvpass.errors import OptionError
 
@@ -99,11 +100,18 @@ def quality(
     Args:
         model, texts, prompt, new_cache, progress, batch: see `perplexity`.
         reference: the model without packing; None: ``model`` itself with a cache of its own making,
-            which is the same if it is not compiled.
+            if it is not compiled.
 
     Raises:
-        OptionError: if a text has nothing to score.
+        OptionError: if a text has nothing to score, or the model is compiled and there is no
+            reference.
     """
+    if reference is None and is_compiled(model):
+        raise OptionError(
+            "The model is compiled, so that it cannot be its own reference: the divergence would "
+            "be 0. Pass reference=, the model without kvpass (copy.deepcopy(model) before "
+            "model.compile)."
+        )
     total, apart, count = 0.0, 0.0, 0
     for ids in _bar(_batches(texts, prompt, batch), "quality", progress):
         plain = _predictions(model if reference is None else reference, ids, prompt, None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from kvpass.errors import OptionError, unknown
+from kvpass.errors import OptionError, shown, unknown
 from kvpass.plan import Plan
 from kvpass.recipes import DEFAULT, RECIPES, Planner, Recipe, overridden, recipe
 
@@ -44,11 +44,35 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     strict = rest.pop("strict", False)
     inner = rest.pop("inner", "inductor")
     mode = rest.pop("mode", None)
+    if not isinstance(mode, str | None):
+        raise OptionError(f"mode={shown(mode)} is not supported; allowed: a mode of Inductor.")
     if not isinstance(strict, bool):
-        raise OptionError(f"strict={strict!r} is not supported; allowed: True, False.")
-    if inner not in INNER:
+        raise OptionError(f"strict={shown(strict)} is not supported; allowed: True, False.")
+    if not isinstance(inner, str) or inner not in INNER:
         raise OptionError(unknown("inner compiler", inner, INNER))
-    return Options(_planner(chosen, rest), strict, inner, mode)
+    return Options(_planner(chosen, rest), strict, cast(Any, inner), mode)
+
+
+def compile_config(**options: Any) -> Any:
+    """A ``CompileConfig`` of transformers for ``generate(..., cache_implementation="static")``.
+
+    transformers compiles what ``generate`` calls on accelerators only; with this it does so on
+    CPUs, too. ``model.compile(backend="kvpass")`` needs none of it.
+
+    Args:
+        options: as in ``model.compile(backend="kvpass", options=...)``.
+
+    Raises:
+        OptionError: if one is not allowed.
+        PlanError: if the plan's file cannot be read.
+    """
+    from transformers import CompileConfig
+
+    parse_options(options)
+    # A mode beside options is refused by torch.compile; ours is among the options.
+    config = CompileConfig(backend="kvpass", mode=None, options=options)
+    config._compile_all_devices = True
+    return config
 
 
 def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
@@ -67,8 +91,8 @@ def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
         return chosen
     else:
         raise OptionError(
-            f"recipe={chosen!r} is not supported; allowed: a Recipe, a Plan, the path of a plan's "
-            f"*.safetensors file, or one of {', '.join(sorted(RECIPES))}."
+            f"recipe={shown(chosen)} is not supported; allowed: a Recipe, a Plan, the path of a "
+            f"plan's *.safetensors file, or one of {', '.join(sorted(RECIPES))}."
         )
     known = set(base.__dataclass_fields__)
     for name in overrides:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,15 +18,19 @@ from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
 from kvpass.cache.ranges import ChannelRanges
 from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.errors import PlanError
+from kvpass.errors import PlanError, cut, shown
 from kvpass.fingerprint import Weights
 
 FORMAT = 1
 PLAIN = TensorPlan()
 _ORDERS = ("key_order", "value_order")
+# Characters of a path in an error; longer ones name no file.
+_MOST_PATH = 255
+# Of layers, in what is printed of a plan.
+_KINDS_SHOWN = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerPlan:
     """How the keys and the values of one attention layer are stored.
 
@@ -43,6 +48,13 @@ class LayerPlan:
     value_order: ChannelOrder | None = None
     before_rope: bool = False
     key_ranges: ChannelRanges | None = None
+
+    def __repr__(self) -> str:
+        orders = [name for name in _ORDERS if getattr(self, name) is not None]
+        more = [*orders, *["before_rope"] * self.before_rope]
+        more += ["key_ranges"] * (self.key_ranges is not None)
+        parts = [f"keys='{self.keys.brief()}'", f"values='{self.values.brief()}'", *more]
+        return f"LayerPlan({', '.join(parts)})"
 
     def check(self, layer: str, key_dim: int, value_dim: int, kv_heads: int | None = None) -> None:
         """Raises:
@@ -134,7 +146,7 @@ class Calibration:
     versions: Mapping[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A plan for a model: one `LayerPlan` for all layers, and exceptions.
 
@@ -150,6 +162,17 @@ class Plan:
     layers: Mapping[str, LayerPlan] = field(default_factory=dict)
     recipe: str = "custom"
     calibration: Calibration | None = None
+
+    def __repr__(self) -> str:
+        """One line: kinds of layers are counted, not listed."""
+        kinds = Counter(map(repr, self.layers.values()))
+        shown_kinds = [f"{count} x {kind}" for kind, count in kinds.most_common(_KINDS_SHOWN)]
+        if len(kinds) > _KINDS_SHOWN:
+            shown_kinds.append(f"{len(kinds) - _KINDS_SHOWN} more kinds of layers")
+        parts = [f"recipe='{self.recipe}'", f"default={self.default!r}", *shown_kinds]
+        if self.calibration is not None:
+            parts.append(f"calibrated on {self.calibration.tokens} tokens")
+        return f"Plan({', '.join(parts)})"
 
     def layer(self, path: str) -> LayerPlan:
         """The plan of the layer at ``path``."""
@@ -204,7 +227,12 @@ class Plan:
         Raises:
             PlanError: if the file is missing, damaged, or of another format.
         """
-        problems = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
+        shown_path = cut(str(path), _MOST_PATH)
+        problems = (
+            SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError,
+            # Numbers that are infinite, and brackets in brackets, both of which JSON allows.
+            OverflowError, RecursionError,
+        )  # fmt: skip
         try:
             with safe_open(str(path), framework="pt") as file:
                 header = json.loads((file.metadata() or {})["kvpass"])
@@ -214,11 +242,13 @@ class Plan:
                     calibration = _calibration(header.get("calibration"))
                     return Plan(default, layers, str(header["recipe"]), calibration)
         except FileNotFoundError:
-            raise PlanError(f"Plan file '{path}' does not exist.") from None
+            raise PlanError(f"Plan file '{shown_path}' does not exist.") from None
         except problems as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(".")
-            raise PlanError(f"Plan file '{path}' is not a kvpass plan: {reason}.") from None
-        raise PlanError(f"Plan file '{path}' has format {found!r}; this version reads {FORMAT}.")
+            reason = cut(f"{type(error).__name__}: {error}").rstrip(".")
+            raise PlanError(f"Plan file '{shown_path}' is not a kvpass plan: {reason}.") from None
+        raise PlanError(
+            f"Plan file '{shown_path}' has format {shown(found)}; this version reads {FORMAT}."
+        )
 
 
 def _layer_json(plan: LayerPlan, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -6,11 +6,14 @@ template, or other parameters, never meet a stale file.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -76,22 +79,46 @@ def sources_digest() -> str:
 
 
 def write_source(template: str, text: str, suffix: str = ".py") -> Path:
-    """Writes ``text`` to the file that its content names, unless it is there already.
+    """Writes ``text`` to the file that its content names, unless it is there already; where the
+    cache folder cannot be written, to a folder that goes with the process, with one warning.
 
     Raises:
-        KernelError: if the cache folder cannot be written.
+        KernelError: if neither can be written.
     """
-    path = cache_folder() / f"{template}_{digest(text)}{suffix}"
+    name = f"{template}_{digest(text)}{suffix}"
     try:
-        if not path.exists():
-            write_atomically(path, text)
-    except OSError as error:
-        raise KernelError(
-            f"The kernel of kvpass::{template} cannot be written to {path}: {error.strerror}; "
-            f"set {CACHE_VARIABLE} to a folder that can be written."
-        ) from error
+        path = _written(cache_folder() / name, text)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        try:
+            path = _written(_temporary_folder(reason) / name, text)
+        except OSError as second:
+            raise KernelError(
+                f"The kernel of kvpass::{template} can be written neither to the cache folder "
+                f"({reason}) nor to a temporary one ({second.strerror}); set {CACHE_VARIABLE} to "
+                "a folder that can be written."
+            ) from second
     _generated[path] = template
     return path
+
+
+def _written(path: Path, text: str) -> Path:
+    if not path.exists():
+        write_atomically(path, text)
+    return path
+
+
+@cache
+def _temporary_folder(reason: str) -> Path:
+    """In place of the cache folder, which cannot be used for that reason."""
+    folder = tempfile.mkdtemp(prefix="kvpass_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    warnings.warn(
+        f"kvpass: the cache folder cannot be written ({reason}): generated kernels are kept for "
+        f"this process only. Set {CACHE_VARIABLE} to a folder that can be written.",
+        stacklevel=2,
+    )
+    return Path(folder)
 
 
 def write_atomically(path: Path, text: str) -> None:

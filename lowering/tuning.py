@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvpass.errors import KernelError, OptionError
+from kvpass.errors import KernelError, OptionError, shown
 from lowering.codegen import cache_folder, digest, sources_digest, write_atomically
 from lowering.heuristics import AttentionSizes, attention_candidates
 from lowering.launch import recording
@@ -101,7 +101,7 @@ def enabled() -> bool:
     """
     value = os.environ.get(VARIABLE, "1")
     if value not in ("0", "1"):
-        raise OptionError(f"{VARIABLE}={value!r} is not supported; allowed: 0, 1.")
+        raise OptionError(f"{VARIABLE}={shown(value)} is not supported; allowed: 0, 1.")
     return value == "1"
 
 

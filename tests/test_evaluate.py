@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
+import kvpass
 from kvpass import recipe
 from kvpass.errors import OptionError
 from kvpass.evaluate import (
@@ -64,6 +65,12 @@ def test_divergence_is_from_the_predictions_of_the_plain_model() -> None:
     alone = quality(model, texts[:1], 40, new_cache=lambda: oracle(model, KIVI))
     assert alone.divergence == pytest.approx(wanted, rel=1e-3)
     assert alone.divergence > 1e-6
+
+
+def test_a_compiled_model_is_no_reference_of_its_own() -> None:
+    model = compiled(tiny_model("llama", layers=1), KIVI)
+    with pytest.raises(OptionError, match=r"compiled, so that it cannot be its own reference"):
+        kvpass.evaluate.quality(model, [prompt(1, 60)[0]], 40)
 
 
 def _divergence(model: Any, ids: torch.Tensor, prompted: int) -> float:

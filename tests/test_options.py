@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvpass.cache.codec import Codec
 from kvpass.cache.residency import Residency
@@ -82,11 +83,23 @@ REFUSED = [
     ({"group": 1}, "group=1 is not supported; allowed: a whole number of at least 2."),
     ({"group": 2.5}, "group=2.5 is not supported; allowed: a whole number of at least 2."),
     ({"residual": 0}, "residual=0 is not supported; allowed: a positive number of tokens."),
+    (
+        {"residual": torch.tensor([32, 64])},
+        "residual=tensor([32, 64]) is not supported; allowed: numbers, texts, True, False, None, "
+        "and tuples of them.",
+    ),
+    (
+        {"bits": "2" * 999},
+        f"bits='{'2' * 76}... is not supported; allowed: 2, 4, 8 (or the recipe 'fp').",
+    ),
+    ({"z" * 999: 1}, f"Unknown option '{'z' * 76}.... {KNOWN}"),
+    ({"mode": 3}, "mode=3 is not supported; allowed: a mode of Inductor."),
+    ({"strict": torch.ones(2)}, "strict=tensor([1., 1.]) is not supported; allowed: True, False."),
     ({"residual": None}, "residual=None is not supported; allowed: a positive number of tokens."),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(o) for o, _ in REFUSED])
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(o)[:40] for o, _ in REFUSED])
 def test_refusals(options, message):
     with pytest.raises(OptionError) as caught:
         parse_options(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import tempfile
 from pathlib import Path
@@ -15,10 +16,11 @@ from safetensors.torch import save_file
 
 from kvpass.cache.codec import Codec
 from kvpass.cache.order import ChannelOrder
+from kvpass.cache.ranges import ChannelRanges
 from kvpass.cache.residency import Residency
 from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
-from kvpass.plan import LayerPlan, Plan
+from kvpass.plan import Calibration, LayerPlan, Plan
 from kvpass.recipes import recipe
 from kvpass.zoo.families import tiny_config
 from tests.orders import free
@@ -112,6 +114,12 @@ DAMAGED = {
     "5 bits": {**GOOD, "default": {"keys": "int5.token32/window=0,flush=1", "values": "fp"}},
     "group of 1": {**GOOD, "default": {"keys": "int2.token1/window=0,flush=1", "values": "fp"}},
     "flush of 0": {**GOOD, "default": {"keys": "int2.token32/window=0,flush=0", "values": "fp"}},
+    "infinite tokens": {
+        **GOOD,
+        "calibration": {"weights": {}, "versions": {}, "seed": 0, "tokens": math.inf},
+    },
+    "brackets in brackets": "[" * 100_000,
+    "a long name": {**GOOD, "default": {"keys": "int2" * 9999, "values": "fp"}},
     "group over flush": {
         **GOOD,
         "default": {"keys": "int2.channel32/window=0,flush=16", "values": "fp"},
@@ -131,6 +139,28 @@ def test_damaged_header(tmp_path, header):
     with pytest.raises(PlanError) as caught:
         Plan.load(path)
     assert one_sentence(str(caught.value), path), str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_what_is_printed_of_a_plan_is_short():
+    ranges = ChannelRanges.of(torch.zeros(8, 1, 128, dtype=torch.int32))
+    codec = Codec(2, "token", 32, clip=(0.5,) * 4)
+    layer = LayerPlan(TensorPlan(codec, Residency(128, 1)), key_ranges=ranges)
+    calibration = Calibration(0, 65536, {}, {})
+    layers = {str(i): layer for i in range(31)} | {"31": LayerPlan()}
+    text = repr(Plan(LayerPlan(), layers, "skvq-k2v2", calibration))
+    assert text == (
+        "Plan(recipe='skvq-k2v2', default=LayerPlan(keys='fp', values='fp'), 31 x LayerPlan("
+        "keys='int2.token32.clip0.5..0.5/window=128,flush=1', values='fp', key_ranges), 1 x "
+        "LayerPlan(keys='fp', values='fp'), calibrated on 65536 tokens)"
+    )
+    assert "\n" not in text
+
+
+def test_a_long_path_is_not_repeated_whole():
+    with pytest.raises(PlanError) as caught:
+        Plan.load("x" * 9999 + ".safetensors")
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(

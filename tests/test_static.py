@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, StaticCache
+from transformers import StaticCache
 
-from kvpass import PackedKV, explain, recipe
+from kvpass import PackedKV, compile_config, explain, recipe
 from kvpass.errors import CacheFullError, CacheStateError
 from tests.harness import batch_text, compiled, graphs_compiled, oracle, run_steps
 from tests.models import prompt, tiny_model
@@ -115,8 +115,8 @@ def test_eager_steps_stay_packed() -> None:
     assert (got - wanted[:, 50:]).abs().max().item() <= logits(torch.float32, "kivi-2bit")
 
 
-CONFIG = CompileConfig(backend="kvpass", mode=None, options={"recipe": KIVI, "inner": "eager"})
-CONFIG._compile_all_devices = True
+# On a CPU, too.
+CONFIG = compile_config(recipe=KIVI, inner="eager")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -38,7 +38,7 @@ from kvpass.bench.device import pick_dtype
 from kvpass.bench.models import Shape
 from kvpass.bench.plans import check_recipe, layer_plan
 from kvpass.bench.report import Section
-from kvpass.cache import encoding, groups, order
+from kvpass.cache import encoding, groups, order, ranges
 from kvpass.errors import OptionError, unknown
 from kvpass.graph import orders
 from kvpass.inspect.report import GraphReport, reports
@@ -60,6 +60,7 @@ _REMEMBERED = (
     (encoding, "_clips"),
     (groups, "_members"),
     (order, "_tensors"),
+    (ranges, "_tensor"),
 )
 _ROOT = Path(__file__).parent.parent.parent
 _PACKAGES = ("kvpass", "lowering")

@@ -13,7 +13,7 @@ from kvpass.bench.models import CacheShape
 from kvpass.bench.report import Section
 from kvpass.cache.packed import PackedKV
 from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 from kvpass.plan import LayerPlan
 from kvpass.recipes import written_recipe as recipe_of
 
@@ -49,7 +49,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS:
-        raise OptionError(f"Size {text!r} cannot be read; allowed: e.g. 16GiB, 80G, 500000.")
+        raise OptionError(f"Size {shown(text)} cannot be read; allowed: e.g. 16GiB, 80G, 500000.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

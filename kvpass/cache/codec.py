@@ -29,7 +29,7 @@ from torch import Tensor
 from kvpass.cache.encoding import NOWHERE, dequantized, quantized
 from kvpass.cache.groups import Axis, Groups
 from kvpass.cache.words import ELEVENTHS, pack_words, unpack_words, word_count, word_misfit
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 
 Params = Literal["half", "fp8"]
 BITS = (1, 1.5, 2, 3, 4, 8)
@@ -96,29 +96,33 @@ class Codec:
             return
         if self.bits not in BITS or (type(self.bits) is not int and self.bits != 1.5):
             raise OptionError(
-                f"bits={self.bits!r} is not supported; allowed: 1, 1.5, 2, 3, 4, 8 (or the recipe "
-                "'fp')."
+                f"bits={shown(self.bits)} is not supported; allowed: 1, 1.5, 2, 3, 4, 8 (or the "
+                "recipe 'fp')."
             )
         if self.axis not in ("channel", "token"):
-            raise OptionError(f"axis={self.axis!r} is not supported; allowed: 'channel', 'token'.")
+            raise OptionError(
+                f"axis={shown(self.axis)} is not supported; allowed: 'channel', 'token'."
+            )
         least = 0 if self.axis == "channel" else 2
         if not isinstance(self.group, int) or self.group < least or self.group == 1:
             raise OptionError(
-                f"group={self.group!r} is not supported; allowed: a whole number of at least 2, "
-                "and per channel 0, for calibrated ranges."
+                f"group={shown(self.group)} is not supported; allowed: a whole number of at least "
+                "2, and per channel 0, for calibrated ranges."
             )
         self._check_clip()
         if self.params not in ("half", "fp8"):
-            raise OptionError(f"params={self.params!r} is not supported; allowed: 'half', 'fp8'.")
+            raise OptionError(
+                f"params={shown(self.params)} is not supported; allowed: 'half', 'fp8'."
+            )
         if not isinstance(self.slots, bool) or (self.slots and self.bits != 1.5):
             raise OptionError(
-                f"slots={self.slots!r} is not supported at bits={self.bits!r}; allowed: False, and "
-                "True at bits=1.5."
+                f"slots={shown(self.slots)} is not supported at bits={shown(self.bits)}; allowed: "
+                "False, and True at bits=1.5."
             )
         if not isinstance(self.elevens, bool) or (self.elevens and (self.bits != 3 or self.table)):
             raise OptionError(
-                f"elevens={self.elevens!r} is not supported at bits={self.bits!r}; allowed: False, "
-                "and True at bits=3 without a table."
+                f"elevens={shown(self.elevens)} is not supported at bits={shown(self.bits)}; "
+                "allowed: False, and True at bits=3 without a table."
             )
         self._check_groups()
         self._check_outliers()
@@ -130,23 +134,23 @@ class Codec:
         for factor in clip if several else (clip,):
             if type(factor) not in (int, float) or not 0 < factor <= 1:
                 raise OptionError(
-                    f"clip={clip!r} is not supported; allowed: a number above 0, at most 1, or "
-                    "per token a tuple of them, one for each group of all heads."
+                    f"clip={shown(clip)} is not supported; allowed: a number above 0, at most 1, "
+                    "or per token a tuple of them, one for each group of all heads."
                 )
 
     def _check_groups(self) -> None:
         if not isinstance(self.pairs, bool) or (self.pairs and self.axis != "token"):
             raise OptionError(
-                f"pairs={self.pairs!r} is not supported with axis={self.axis!r}; allowed: False, "
-                "and True per token."
+                f"pairs={shown(self.pairs)} is not supported with axis={shown(self.axis)}; "
+                "allowed: False, and True per token."
             )
         if self.sizes is None:
             return
         whole = isinstance(self.sizes, tuple) and all(type(n) is int and n > 0 for n in self.sizes)
         if not whole or not self.sizes or self.axis != "token":
             raise OptionError(
-                f"sizes={self.sizes!r} is not supported; allowed: None, or per token a tuple of "
-                "positive whole numbers, one for each group of all heads."
+                f"sizes={shown(self.sizes)} is not supported; allowed: None, or per token a tuple "
+                "of positive whole numbers, one for each group of all heads."
             )
 
     def _check_outliers(self) -> None:
@@ -154,13 +158,13 @@ class Codec:
         fits = self.offline or (self.axis == "token" and type(n) is int and n % 2 == 0)
         if type(n) is not int or n < 0 or (n and not fits):
             raise OptionError(
-                f"outliers={n!r} is not supported; allowed: a whole number with calibrated ranges, "
-                "an even one per token, 0 else."
+                f"outliers={shown(n)} is not supported; allowed: a whole number with calibrated "
+                "ranges, an even one per token, 0 else."
             )
         if self.clip != 1 and (n or self.offline or self.table):
             raise OptionError(
-                f"clip={self.clip!r} is not supported with outliers, calibrated ranges or a table; "
-                "allowed: 1."
+                f"clip={shown(self.clip)} is not supported with outliers, calibrated ranges or a "
+                "table; allowed: 1."
             )
 
     def _check_table(self) -> None:
@@ -171,17 +175,17 @@ class Codec:
             rising = numbers and all(a < b for a, b in itertools.pairwise(table))
             if not rising or len(table) != count or not abs(sum(table)) < 1e6:
                 raise OptionError(
-                    f"table={table!r} is not supported at bits={self.bits}; allowed: None, and at "
-                    "2, 3 and 4 bits a tuple of as many numbers as there are codes, in rising "
-                    "order."
+                    f"table={shown(table)} is not supported at bits={self.bits}; allowed: None, "
+                    "and at 2, 3 and 4 bits a tuple of as many numbers as there are codes, in "
+                    "rising order."
                 )
         if self.qnorm is None:
             return
         pair = isinstance(self.qnorm, tuple) and len(self.qnorm) == 2 and self.table is not None
         if not pair or not all(type(x) is float for x in self.qnorm):
             raise OptionError(
-                f"qnorm={self.qnorm!r} is not supported; allowed: None, and with a table a tuple "
-                "of two numbers."
+                f"qnorm={shown(self.qnorm)} is not supported; allowed: None, and with a table a "
+                "tuple of two numbers."
             )
 
     @property
@@ -278,7 +282,7 @@ class Codec:
                 last = (table, pair, bool(match["elevens"]))
                 return Codec(bits, axis, int(match["group"]), clip, params, *more, *last)
         raise OptionError(
-            f"Codec {text!r} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
+            f"Codec {shown(text)} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
             "'int4.token32'."
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpass.errors import OptionError, unknown
+from kvpass.errors import OptionError, shown, unknown
 
 # From tokens [B, H, n, D] to scores [B, H, n]. A function of each token alone: what stays is
 # scored again with every token that comes.
@@ -28,7 +28,7 @@ def register_filter(name: str) -> Callable[[Filter], Filter]:
     if name in FILTERS:
         raise OptionError(f"A filter named '{name}' is registered already.")
     if not name.isidentifier():
-        raise OptionError(f"Filter name {name!r} is not supported; allowed: an identifier.")
+        raise OptionError(f"Filter name {shown(name)} is not supported; allowed: an identifier.")
 
     def register(function: Filter) -> Filter:
         FILTERS[name] = function

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpass.cache.codec import FP, Codec
-from kvpass.errors import PlanError
+from kvpass.errors import PlanError, shown
 
 
 def check_levels(levels: tuple[Codec, ...], chunk: int) -> None:
@@ -12,7 +12,7 @@ def check_levels(levels: tuple[Codec, ...], chunk: int) -> None:
     """
     if not levels or type(chunk) is not int or chunk < 1:
         raise PlanError(
-            f"chunk={chunk!r} is not supported with {len(levels)} levels; allowed: a positive "
+            f"chunk={shown(chunk)} is not supported with {len(levels)} levels; allowed: a positive "
             "number of tokens, with at least one level."
         )
     for codec in levels:

@@ -75,7 +75,7 @@ def check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None
     """Raises:
     CacheStateError: if ``func``, an operator that has to decode, writes to a packed tensor.
     """
-    passed: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    passed: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)
     for key in written_arguments(func) or ():
         for target in tree_leaves(passed.get(key)):
             if isinstance(target, _PackedKV):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvpass.cache.filters import filter_named
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 
 # A step of at most this many new tokens is a decode step: packed state is read in place. A longer
 # one is a prefill. The window's ring has as many spare slots, so that such a step never overwrites
@@ -52,22 +52,23 @@ class Residency:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise OptionError(
-                    f"{name}={value!r} is not supported; allowed: a whole number, at least {least}."
+                    f"{name}={shown(value)} is not supported; allowed: a whole number, at least "
+                    f"{least}."
                 )
         if self.filter is not None:
             filter_named(self.filter)
         if (self.filter is None) != (self.kept == 0):
             raise OptionError(
-                f"filter={self.filter!r} is not supported with kept={self.kept}; allowed: a filter "
-                "and a number of tokens, or neither."
+                f"filter={shown(self.filter)} is not supported with kept={self.kept}; allowed: a "
+                "filter and a number of tokens, or neither."
             )
         for name in ("pivotal", "fraction"):
             ratio: Any = getattr(self, name)
             # Few decimals: products with numbers of tokens fit into 64 bits.
             if type(ratio) is not float or not 0 <= ratio < 1 or round(ratio, 3) != ratio:
                 raise OptionError(
-                    f"{name}={ratio!r} is not supported; allowed: from 0.0 to 0.999, in steps of "
-                    "0.001."
+                    f"{name}={shown(ratio)} is not supported; allowed: from 0.0 to 0.999, in "
+                    "steps of 0.001."
                 )
         if self.pivotal and self.fraction:
             raise OptionError(

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpass.errors import PlanError
+from kvpass.errors import PlanError, shown
 
 _NAME = re.compile(r"(halves|neighbours)(\d+)-(\d+)")
 
@@ -53,7 +53,9 @@ class Rope:
                 "halves" if match[1] == "halves" else "neighbours"
             )
             return Rope(kind, int(match[2]), int(match[3]))
-        raise PlanError(f"Rotary embedding {text!r} cannot be read; allowed: e.g. 'halves0-128'.")
+        raise PlanError(
+            f"Rotary embedding {shown(text)} cannot be read; allowed: e.g. 'halves0-128'."
+        )
 
     @property
     def channels(self) -> int:

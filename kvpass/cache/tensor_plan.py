@@ -13,7 +13,7 @@ from kvpass.cache.codec import FP, NUMBER, Codec
 from kvpass.cache.levels import check_levels, labels, level_names
 from kvpass.cache.residency import MAX_STEP, Residency
 from kvpass.cache.rope import Rope
-from kvpass.errors import PlanError
+from kvpass.errors import PlanError, shown
 
 # Capacities are whole tiles; two at least, since the compiler specialises dimensions of size 0 and
 # 1.
@@ -80,7 +80,7 @@ class TensorPlan:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise PlanError(
-                    f"{name}={value!r} is not supported; allowed: a positive number of tokens."
+                    f"{name}={shown(value)} is not supported; allowed: a positive number of tokens."
                 )
         if self.keep is not None and (self.sinks or self.kept):
             raise PlanError(
@@ -143,7 +143,7 @@ class TensorPlan:
         exact = match is not None and match["codec"].split("|")[-1] == "fp"
         if match is None or (match["window"] is None) != exact:
             raise PlanError(
-                f"Tensor plan {text!r} cannot be read; allowed: 'fp' or e.g. "
+                f"Tensor plan {shown(text)} cannot be read; allowed: 'fp' or e.g. "
                 "'int2.channel32/window=0,flush=128', 'int2.channel32|int4.channel32|fp/chunk=32'."
             )
         *levels, last = match["codec"].split("|")

@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kvpass.calibration.scores import Name, Scores
 from kvpass.calibration.seen import STORED
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -109,7 +109,7 @@ def allocate(
 def _positive(name: str, value: float | None) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None or not number or not 0 < value < math.inf:
-        raise OptionError(f"{name}={value!r} is not supported; allowed: a number above 0.")
+        raise OptionError(f"{name}={shown(value)} is not supported; allowed: a number above 0.")
     return float(value)
 
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from torch import Tensor
+
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.observe import Watched
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 from kvpass.fingerprint import fingerprint
 from kvpass.plan import Calibration, Plan
 from kvpass.recipes import RECIPES, Recipe, overridden
@@ -61,15 +63,18 @@ def calibrate(
     base = recipe_named(recipe) if isinstance(recipe, str) else recipe
     if not isinstance(base, Recipe):
         raise OptionError(
-            f"recipe={recipe!r} is not supported; allowed: a Recipe, or one of "
+            f"recipe={shown(recipe)} is not supported; allowed: a Recipe, or one of "
             f"{', '.join(sorted(RECIPES))}."
         )
     chosen = overridden(base, overrides)
     if not chosen.calibrated:
         raise OptionError(f"Recipe '{chosen.name}' as given needs no calibration; use it as it is.")
     if type(seed) is not int or seed < 0:
-        raise OptionError(f"seed={seed!r} is not supported; allowed: a whole number, at least 0.")
+        raise OptionError(
+            f"seed={shown(seed)} is not supported; allowed: a whole number, at least 0."
+        )
     batches = token_batches(data, tokenizer, samples, length, batch)
+    _require_packed(chosen, batches)
     plan = chosen.fit(Watched(model, batches, progress), seed)
     versions = {name: _version(name) for name in _LIBRARIES}
     calibration = Calibration(
@@ -79,6 +84,20 @@ def calibrate(
         versions={"python": platform.python_version(), **versions},
     )
     return replace(plan, calibration=calibration)
+
+
+def _require_packed(recipe: Recipe, batches: list[Tensor]) -> None:
+    """Raises:
+    OptionError: if the recipe keeps all tokens of all pieces exact, which says nothing of others.
+    """
+    exact = sum(getattr(recipe, name, 0) for name in ("window", "sinks"))
+    longest = max(ids.shape[1] for ids in batches)
+    if longest <= exact:
+        raise OptionError(
+            f"The longest piece of text has {longest} tokens, and recipe '{recipe.name}' keeps "
+            f"{exact} exact (window and sinks): nothing would be packed. Use longer texts, and "
+            "length= above that."
+        )
 
 
 def _version(library: str) -> str:

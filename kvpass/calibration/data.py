@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, cut, shown
 
 _KINDS = "texts, token ids, or a data set of mappings with 'input_ids' or 'text'"
 
@@ -31,7 +31,9 @@ def token_batches(
     """
     for name, value in (("samples", samples), ("length", length), ("batch", batch)):
         if not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r} is not supported; allowed: a positive number.")
+            raise OptionError(
+                f"{name}={shown(value)} is not supported; allowed: a positive number."
+            )
     if isinstance(data, str | Mapping) or not isinstance(data, Iterable):
         raise OptionError(
             f"data of type {type(data).__name__} is not supported; allowed: {_KINDS}."
@@ -59,6 +61,19 @@ def _pieces(data: Iterable[Any], tokenizer: Any, length: int) -> Iterator[Tensor
             yield from (p for p in ids.split(length) if len(p) == length)
 
 
+def _encoded(tokenizer: Any, text: str) -> Any:
+    """Token ids, by a tokenizer of transformers or of tokenizers."""
+    try:
+        if callable(tokenizer):
+            return tokenizer(text)["input_ids"]
+        return tokenizer.encode(text).ids
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise OptionError(
+            f"tokenizer={shown(tokenizer)} cannot be used ({cut(str(error))}); allowed: a "
+            "tokenizer of transformers, or a tokenizers.Tokenizer."
+        ) from None
+
+
 def _token_ids(item: Any, tokenizer: Any) -> Tensor:
     if isinstance(item, Mapping):
         name = next((n for n in ("input_ids", "text") if n in item), None)
@@ -69,7 +84,7 @@ def _token_ids(item: Any, tokenizer: Any) -> Tensor:
     if isinstance(item, str):
         if tokenizer is None:
             raise OptionError("The data are texts, but there is no tokenizer; pass tokenizer=...")
-        item = tokenizer(item)["input_ids"]
+        item = _encoded(tokenizer, item)
     try:
         ids = torch.as_tensor(item)
     except (TypeError, ValueError, RuntimeError):

@@ -21,7 +21,7 @@ from kvpass.calibration.seen import (
     layer_shapes,
 )
 from kvpass.calibration.sensitivity import exact_tokens, rounded, weighted_errors
-from kvpass.errors import OptionError, unknown
+from kvpass.errors import OptionError, shown, unknown
 from kvpass.plan import Plan
 
 By = Literal["importance", "sensitivity", "loss"]
@@ -95,8 +95,8 @@ def score(
         raise OptionError(unknown("score", by, get_args(By)))
     if not candidates or not all(isinstance(plan, Plan) for plan in candidates):
         raise OptionError(
-            f"candidates={candidates!r} are not supported; allowed: at least one kvpass.Plan, e.g. "
-            "kvpass.recipe('kivi-2bit').plan(model.config)."
+            f"candidates={shown(candidates)} are not supported; allowed: at least one "
+            "kvpass.Plan, e.g. kvpass.recipe('kivi-2bit').plan(model.config)."
         )
     run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
     return score_run(run, candidates, by)

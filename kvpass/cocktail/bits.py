@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,15 @@ def check_chunk(chunk: Any) -> None:
     """
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise OptionError(
-            f"chunk={chunk!r} is not supported; allowed: a whole number of tokens, at least 1."
+            f"chunk={shown(chunk)} is not supported; allowed: a whole number of tokens, at least 1."
         )
 
 
 def _rows(name: str, rows: Any, kind: Any) -> tuple[tuple[Any, ...], ...]:
     if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise OptionError(f"{name}={rows!r} is not supported; allowed: a row for each sequence.")
+        raise OptionError(
+            f"{name}={shown(rows)} is not supported; allowed: a row for each sequence."
+        )
     return tuple(_row(name, row, kind) for row in rows)
 
 
@@ -146,7 +148,7 @@ def _row(name: str, row: Any, kind: Any) -> tuple[Any, ...]:
         return tuple(kind(value) for value in row)
     except (TypeError, ValueError):
         what = "whole numbers" if kind is index else "numbers"
-        raise OptionError(f"{name} has {row!r}; allowed: a row of {what}.") from None
+        raise OptionError(f"{name} has {shown(row)}; allowed: a row of {what}.") from None
 
 
 def _number(value: Any) -> float:

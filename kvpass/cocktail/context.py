@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from kvpass.cocktail.bits import ChunkBits
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 
 
 class Request:
@@ -43,7 +43,9 @@ def use(bits: ChunkBits) -> Iterator[None]:
             raises one, before anything is changed.
     """
     if not isinstance(bits, ChunkBits):
-        raise OptionError(f"bits={bits!r} is not supported; allowed: a kvpass.cocktail.ChunkBits.")
+        raise OptionError(
+            f"bits={shown(bits)} is not supported; allowed: a kvpass.cocktail.ChunkBits."
+        )
     token = _current.set(Request(bits))
     try:
         yield

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.bits import ChunkBits
-from kvpass.errors import OptionError, PlanError
+from kvpass.errors import OptionError, PlanError, shown
 
 Numbers = NDArray[np.int32]
 
@@ -60,8 +60,8 @@ def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None
     chunk = bits.chunk
     if chunk % levels.chunk:
         raise OptionError(
-            f"chunk={chunk!r} is not supported; allowed: a multiple of {levels.chunk} tokens, the "
-            "chunk of the plan."
+            f"chunk={shown(chunk)} is not supported; allowed: a multiple of {levels.chunk} "
+            "tokens, the chunk of the plan."
         )
     for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
         if start + chunk * len(asked) > tokens:
@@ -73,7 +73,7 @@ def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None
         if strange:
             known = ", ".join(f"{label:g}" for label in levels.labels)
             raise OptionError(
-                f"A chunk of sequence {row} is to have {strange[0]!r} bits; allowed: {known}."
+                f"A chunk of sequence {row} is to have {shown(strange[0])} bits; allowed: {known}."
             )
 
 

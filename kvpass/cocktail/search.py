@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvpass.cache.codec import BITS
 from kvpass.cocktail.bits import ChunkBits, check_chunk
 from kvpass.cocktail.encoders import Encoder, Ranker, TokenEmbeddings
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 
 Ids = list[int]
 # 16 is the model's own dtype.
@@ -179,13 +179,15 @@ def _ids(name: str, item: Any, tokenizer: Any, special: bool) -> Ids:
 
 def _queries(query: str | Sequence[str], count: int) -> list[str]:
     if not isinstance(query, Iterable):
-        raise OptionError(f"query={query!r} is not supported; allowed: a text for each context.")
+        raise OptionError(
+            f"query={shown(query)} is not supported; allowed: a text for each context."
+        )
     queries = [query] * count if isinstance(query, str) else list(query)
     if len(queries) != count:
         raise OptionError(f"query has {len(queries)} texts for {count} contexts.")
     for asked in queries:
         if not isinstance(asked, str) or not asked.strip():
-            raise OptionError(f"query {asked!r} is not supported; allowed: a text, not empty.")
+            raise OptionError(f"query {shown(asked)} is not supported; allowed: a text, not empty.")
     return queries
 
 
@@ -222,7 +224,7 @@ def _check_levels(levels: Any) -> None:
     fits = isinstance(levels, Sequence) and len(levels) == 3 and all(b in LEVELS for b in levels)
     if not fits or list(levels) != sorted(levels):
         raise OptionError(
-            f"levels={levels!r} is not supported; allowed: three of "
+            f"levels={shown(levels)} is not supported; allowed: three of "
             f"{', '.join(map(str, LEVELS))}, the fewest bits first."
         )
 
@@ -230,7 +232,7 @@ def _check_levels(levels: Any) -> None:
 def _check_shares(alpha: float, beta: float) -> None:
     for name, value in (("alpha", alpha), ("beta", beta)):
         if not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise OptionError(f"{name}={value!r} is not supported; allowed: 0 to 1.")
+            raise OptionError(f"{name}={shown(value)} is not supported; allowed: 0 to 1.")
     if alpha + beta > 1 and not math.isclose(alpha + beta, 1):
         raise OptionError(
             f"alpha={alpha} and beta={beta} are not supported: the low threshold would lie above "

@@ -1,5 +1,5 @@
-"""What Dynamo hands over as variable (``dynamic=True``) although no rule can do without it becomes a
-number again, with a guard on each."""
+"""Numbers that Dynamo hands over as variable (``dynamic=True``) and that rules have to know become
+numbers again, with a guard on each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def specialize(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.SymInt) and (number := constant(value)) is not None:
-            node.replace_all_uses_with(number)  # type: ignore[arg-type]
+            node.replace_all_uses_with(number)
     # Other graphs keep their floats, which may change in every call.
     if any(op_name(node) in _ATTENTION for node in graph.nodes):
         _fix_floats(graph)
@@ -52,5 +52,5 @@ def _fix_floats(graph: Graph) -> None:
         value = node.meta.get("example_value")
         if node.op != "placeholder" and isinstance(value, torch.SymFloat):
             if node.users:
-                node.replace_all_uses_with(float(value))  # type: ignore[arg-type]
+                node.replace_all_uses_with(float(value))
             graph.erase_node(node)

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from kvpass.errors import OptionError, unknown
+from kvpass.errors import OptionError, shown, unknown
 from kvpass.plan import Plan
 from kvpass.recipes.auto import Auto as Auto
 from kvpass.recipes.base import Recipe as Recipe
@@ -63,7 +63,7 @@ def written_recipe(text: str) -> Recipe:
         field, equals, value = item.partition("=")
         if not equals:
             raise OptionError(
-                f"Recipe {text!r} cannot be read; allowed: e.g. 'kivi-2bit,group=64'."
+                f"Recipe {shown(text)} cannot be read; allowed: e.g. 'kivi-2bit,group=64'."
             )
         overrides[field] = _value(value)
     return recipe(name, **overrides)
@@ -92,7 +92,20 @@ def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:
             raise OptionError(
                 unknown(f"option of recipe '{base.name}':", key, allowed or ["(none)"])
             )
+    for key, value in overrides.items():
+        if not _plain(value):
+            raise OptionError(
+                f"{key}={shown(value)} is not supported; allowed: numbers, texts, True, False, "
+                "None, and tuples of them."
+            )
     return replace(base, **overrides)
+
+
+def _plain(value: Any) -> bool:
+    """Not an array, say, which may look like a number but cannot be compared as one."""
+    if isinstance(value, tuple | list):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 # What can say how a layer is stored.

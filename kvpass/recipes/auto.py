@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpass.calibration.seen import Pass, layer_dims, layer_shapes
-from kvpass.errors import OptionError, PlanError
+from kvpass.errors import OptionError, PlanError, shown
 from kvpass.plan import Plan
 from kvpass.recipes.base import CalibratedRecipe, Recipe
 from kvpass.recipes.kivi import Kivi
@@ -36,7 +36,7 @@ class Auto(CalibratedRecipe):
         number = isinstance(self.budget, int | float) and not isinstance(self.budget, bool)
         if not number or not 0 < self.budget <= 16:
             raise OptionError(
-                f"budget={self.budget!r} is not supported; allowed: bits, above 0, at most 16."
+                f"budget={shown(self.budget)} is not supported; allowed: bits, above 0, at most 16."
             )
         # Window and sinks are theirs to check.
         _ = Kvquant(window=self.window, sinks=self.sinks)

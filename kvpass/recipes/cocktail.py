@@ -12,7 +12,7 @@ from kvpass.cache.groups import Axis
 from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.bits import ChunkBits
 from kvpass.cocktail.search import chunk_bits
-from kvpass.errors import OptionError, PlanError
+from kvpass.errors import OptionError, PlanError, shown
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
 
@@ -45,17 +45,20 @@ class Cocktail(Recipe):
     def __post_init__(self) -> None:
         if type(self.chunk) is not int or self.chunk < 2:
             raise OptionError(
-                f"chunk={self.chunk!r} is not supported; allowed: a whole number of at least 2."
+                f"chunk={shown(self.chunk)} is not supported; allowed: a whole number of at least "
+                "2."
             )
         for name in ("alpha", "beta"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value <= 1:
                 raise OptionError(
-                    f"{name}={value!r} is not supported; allowed: a number from 0 to 1."
+                    f"{name}={shown(value)} is not supported; allowed: a number from 0 to 1."
                 )
         number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
         if not number or not 0 < self.clip <= 1:
-            raise OptionError(f"clip={self.clip!r} is not supported; allowed: above 0, at most 1.")
+            raise OptionError(
+                f"clip={shown(self.clip)} is not supported; allowed: above 0, at most 1."
+            )
         if self.alpha + self.beta > 1:
             raise OptionError(
                 f"alpha={self.alpha} and beta={self.beta} are not supported; allowed: a sum of at "
@@ -65,7 +68,7 @@ class Cocktail(Recipe):
         known = isinstance(levels, tuple) and all(bits in (*BITS, FP.bits) for bits in levels)
         if not known or len(levels) < 2 or list(levels) != sorted(set(levels)) or levels[-1] != 16:
             raise OptionError(
-                f"levels={levels!r} is not supported; allowed: a tuple of bits of "
+                f"levels={shown(levels)} is not supported; allowed: a tuple of bits of "
                 f"{', '.join(map(str, BITS))}, ascending, and 16 at its end."
             )
         group = min(_GROUP, self.chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
 
@@ -22,7 +22,7 @@ class Fp(Recipe):
     def __post_init__(self) -> None:
         if not isinstance(self.before_rope, bool):
             raise OptionError(
-                f"before_rope={self.before_rope!r} is not supported; allowed: True, False."
+                f"before_rope={shown(self.before_rope)} is not supported; allowed: True, False."
             )
 
     @property

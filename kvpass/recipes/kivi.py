@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvpass.cache.codec import Codec
 from kvpass.cache.residency import Residency
 from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
 
@@ -38,20 +38,21 @@ class Kivi(Recipe):
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in _BITS:
             raise OptionError(
-                f"bits={self.bits!r} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
+                f"bits={shown(self.bits)} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
             )
         if not isinstance(self.residual, int) or self.residual < 1:
             raise OptionError(
-                f"residual={self.residual!r} is not supported; allowed: a positive number of "
+                f"residual={shown(self.residual)} is not supported; allowed: a positive number of "
                 "tokens."
             )
         if self.group is not None and (not isinstance(self.group, int) or self.group < 2):
             raise OptionError(
-                f"group={self.group!r} is not supported; allowed: a whole number of at least 2."
+                f"group={shown(self.group)} is not supported; allowed: a whole number of at least "
+                "2."
             )
         if not isinstance(self.before_rope, bool):
             raise OptionError(
-                f"before_rope={self.before_rope!r} is not supported; allowed: True, False."
+                f"before_rope={shown(self.before_rope)} is not supported; allowed: True, False."
             )
         # Bad combinations should be reported before any graph is compiled.
         _ = self._keys

@@ -11,7 +11,7 @@ from kvpass.cache.residency import Residency
 from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.importance import means
 from kvpass.calibration.seen import STORED, Pass, Stored, layer_dims, layer_shapes
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe
 from kvpass.recipes.kivi import Kivi
@@ -63,22 +63,23 @@ class Kvmix(CalibratedRecipe):
             value = getattr(self, name)
             if type(value) is not int or value not in _BITS:
                 raise OptionError(
-                    f"{name}={value!r} is not supported; allowed: {', '.join(map(str, _BITS))}."
+                    f"{name}={shown(value)} is not supported; allowed: "
+                    f"{', '.join(map(str, _BITS))}."
                 )
         number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
         if not number or not 0 <= self.share <= 1:
-            raise OptionError(f"share={self.share!r} is not supported; allowed: from 0 to 1.")
+            raise OptionError(f"share={shown(self.share)} is not supported; allowed: from 0 to 1.")
         for name, allowed in (("exact", _EXACT), ("packing", _PACKINGS)):
             choice: Any = getattr(self, name)
             if choice not in allowed:
                 options = ", ".join(map(repr, allowed))
-                raise OptionError(f"{name}={choice!r} is not supported; allowed: {options}.")
+                raise OptionError(f"{name}={shown(choice)} is not supported; allowed: {options}.")
         for name in ("ratio", "more_ratio"):
             ratio: Any = getattr(self, name)
             if type(ratio) is not float or not 0 < ratio < 1 or round(ratio, 3) != ratio:
                 raise OptionError(
-                    f"{name}={ratio!r} is not supported; allowed: from 0.001 to 0.999, in steps of "
-                    "0.001."
+                    f"{name}={shown(ratio)} is not supported; allowed: from 0.001 to 0.999, in "
+                    "steps of 0.001."
                 )
         # Group and residual are KIVI's to check.
         _ = self._base

@@ -15,7 +15,7 @@ from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.levels import Levels
 from kvpass.calibration.seen import Pass, Seen, SeenGradient
 from kvpass.calibration.thresholds import Thresholds
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, shown
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe
 
@@ -47,19 +47,19 @@ class Kvquant(CalibratedRecipe):
 
     def __post_init__(self) -> None:
         if self.bits not in _BITS or type(self.bits) is not int:
-            raise OptionError(f"bits={self.bits!r} is not supported; allowed: 2, 3, 4.")
+            raise OptionError(f"bits={shown(self.bits)} is not supported; allowed: 2, 3, 4.")
         fraction = isinstance(self.outliers, int | float) and not isinstance(self.outliers, bool)
         if not fraction or not 0 <= self.outliers < 0.5:
             raise OptionError(
-                f"outliers={self.outliers!r} is not supported; allowed: a fraction of at least 0, "
-                "below 0.5, e.g. 0.01."
+                f"outliers={shown(self.outliers)} is not supported; allowed: a fraction of at "
+                "least 0, below 0.5, e.g. 0.01."
             )
         for name in ("uniform", "before_rope"):
             if not isinstance(value := getattr(self, name), bool):
-                raise OptionError(f"{name}={value!r} is not supported; allowed: True, False.")
+                raise OptionError(f"{name}={shown(value)} is not supported; allowed: True, False.")
         if self.qnorm not in (True, False, None) or (self.qnorm and self.uniform):
             raise OptionError(
-                f"qnorm={self.qnorm!r} is not supported with uniform={self.uniform}; allowed: "
+                f"qnorm={shown(self.qnorm)} is not supported with uniform={self.uniform}; allowed: "
                 "None, False, and True without uniform."
             )
         _ = self._residency

@@ -13,7 +13,7 @@ from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.channels import Ranges, cluster
 from kvpass.calibration.clipping import ClipSearch
 from kvpass.calibration.seen import Pass, Rotation, Seen
-from kvpass.errors import OptionError, PlanError
+from kvpass.errors import OptionError, PlanError, shown
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import Recipe
 
@@ -55,18 +55,18 @@ class Skvq(Recipe):
             value = getattr(self, name)
             if value not in _BITS or isinstance(value, bool):
                 raise OptionError(
-                    f"{name}={value!r} is not supported; allowed: 1, 1.5, 2, 3, 4, 8."
+                    f"{name}={shown(value)} is not supported; allowed: 1, 1.5, 2, 3, 4, 8."
                 )
         for name in ("fp8", "slots"):
             if not isinstance(value := getattr(self, name), bool):
-                raise OptionError(f"{name}={value!r} is not supported; allowed: True, False.")
+                raise OptionError(f"{name}={shown(value)} is not supported; allowed: True, False.")
         if self.reorder not in ("balanced", "clusters", False):
             raise OptionError(
-                f"reorder={self.reorder!r} is not supported; allowed: 'balanced', 'clusters', "
+                f"reorder={shown(self.reorder)} is not supported; allowed: 'balanced', 'clusters', "
                 "False."
             )
         if not isinstance(self.clip, bool | int | float) or not 0 <= self.clip <= 1:
-            raise OptionError(f"clip={self.clip!r} is not supported; allowed: {_CLIPS}.")
+            raise OptionError(f"clip={shown(self.clip)} is not supported; allowed: {_CLIPS}.")
         # Bad combinations should be reported before any graph is compiled.
         self._tensor(self.key_bits, 128)
         self._tensor(self.value_bits, 128)

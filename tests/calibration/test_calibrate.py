@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 import kvpass
@@ -110,6 +111,11 @@ def test_plans_of_other_models_are_refused() -> None:
         ("skvq-k2v2", {"length": -1}, "length=-1 is not supported"),
         ("skvq-k2v2", {"seed": -1}, "seed=-1 is not supported; allowed: a whole number"),
         (3, {}, "recipe=3 is not supported; allowed: a Recipe, or one of"),
+        (
+            "skvq-k2v2",
+            {"length": 133},
+            "The longest piece of text has 60 tokens, and recipe 'skvq-k2v2' keeps 60 exact",
+        ),
     ],
 )
 def test_arguments_that_are_not_allowed(name: Any, fields: dict[str, Any], message: str) -> None:
@@ -171,6 +177,17 @@ def test_no_more_samples_are_read_than_asked_for() -> None:
 def test_data_that_are_not_allowed(data: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         token_batches(data, tokenizer, 1, 8, 1)
+
+
+def test_tokenizers_of_the_library_that_is_called_so() -> None:
+    vocabulary = {chr(i): i for i in range(128)}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    (ids,) = token_batches(["abc"], own, 1, 8, 1)
+    assert ids.tolist() == [[97, 98, 99]]
+    for unknown in (object(), lambda text: text, 3):
+        with pytest.raises(OptionError, match=r"tokenizer=.* cannot be used .*; allowed: a token"):
+            token_batches(["abc"], unknown, 1, 8, 1)
 
 
 def test_texts_need_a_tokenizer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -39,21 +40,35 @@ def test_the_name_follows_the_content(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
     def fail(source, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(KernelError, match=r"kvpass::pack cannot be written to .*No space left"):
+    codegen._temporary_folder.cache_clear()
+    message = (
+        r"kvpass::pack can be written neither to the cache folder \(No space left on device\) nor "
+        r"to a temporary one \(No space left on device\); set KVPASS_CACHE_DIR to a folder"
+    )
+    with pytest.raises(KernelError, match=message), pytest.warns(match="cannot be written"):
         codegen.write_source("pack", "a = 1\n")
     assert not list(tmp_path.iterdir())
 
 
-def test_unwritable_folder(tmp_path, monkeypatch):
+def test_without_a_cache_folder_kernels_are_kept_for_the_process(tmp_path, monkeypatch):
+    """A home that can only be read, say."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(codegen.CACHE_VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(KernelError, match="set KVPASS_CACHE_DIR to a folder that can be written"):
-        codegen.write_source("pack", "a = 1\n")
+    codegen._temporary_folder.cache_clear()
+    with pytest.warns(match=r"the cache folder cannot be written \(.*\): generated kernels are"):
+        first = codegen.write_source("pack", "a = 1\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = codegen.write_source("pack", "a = 2\n")
+    assert first.read_text() == "a = 1\n"
+    assert second.parent == first.parent
+    assert tmp_path not in first.parents
+    assert codegen.import_source("pack", second).a == 2
 
 
 def test_template_errors_name_the_op():
