@@ -114,7 +114,7 @@ def test_plans_of_other_models_are_refused() -> None:
         (
             "skvq-k2v2",
             {"length": 133},
-            "The longest piece of text has 60 tokens, and recipe 'skvq-k2v2' keeps 60 exact",
+            "The longest piece of text has 60 tokens, and recipe 'skvq-k2v2' keeps 133 exact",
         ),
     ],
 )
