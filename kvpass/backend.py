@@ -263,6 +263,19 @@ def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:
     return chosen.target, lowering.Choice(op, op, chosen.name, declined, chosen.waits)
 
 
+def compile_ahead(call: Callable[[], object]) -> int:
+    """Compiles the Triton kernels that ``call`` would launch, several at a time, on the GPU where
+    its tensors are. What it computes meanwhile is nothing.
+
+    Returns:
+        How many there are.
+
+    Raises:
+        KernelError: if one does not compile.
+    """
+    return lowering.compile_ahead(call)
+
+
 def tunings() -> list[lowering.Tuned]:
     """The launches whose sizes this process chose by measurement, and what it chose."""
     return lowering.tunings()

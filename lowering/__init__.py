@@ -2,6 +2,7 @@
 
 from lowering.choice import Choice, choose, compiler_problem, lower
 from lowering.codegen import generated_files
+from lowering.launch import compile_ahead
 from lowering.tuning import Tuned, cache_tag, tunings
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "Tuned",
     "cache_tag",
     "choose",
+    "compile_ahead",
     "compiler_problem",
     "generated_files",
     "lower",

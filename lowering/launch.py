@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from kvpass.errors import KernelError
 from lowering.layouts import interpreted
 
 # Arguments of a launch that are options of the compiler, not of the kernel.
 OPTIONS = ("num_warps", "num_stages")
+# Triton looks whether this divides a number.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,16 @@ class Launch:
     step_elements: int = 0
     grid: tuple[int | torch.SymInt, ...] = ()
 
+    @property
+    def specialization(self) -> tuple[Any, ...]:
+        """What decides how the kernel is compiled when it is launched from Python."""
+        annotations = self.kernel.fn.__annotations__
+        told = (
+            _told(value, "constexpr" in str(annotations.get(name, "")))
+            for name, value in self.arguments.items()
+        )
+        return (self.kernel, *told, *self.options.items())
+
     def compile(self) -> None:
         """Compiles the kernel for the current device, without launching it."""
         self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
@@ -42,6 +58,15 @@ class Launch:
     def run(self) -> None:
         """Launches it now, on the tensors that were recorded."""
         self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def _told(value: Any, constant: bool) -> Any:
+    """What the compiler is told of an argument."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    if constant or not isinstance(value, int):
+        return value if constant else type(value)
+    return (value == 1, value % _ALIGNMENT == 0)
 
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("kvpass_recorded_launches", default=None)
@@ -56,6 +81,21 @@ def record_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recorded.reset(token)
+
+
+def compile_ahead(call: Callable[[], object]) -> int:
+    """See `kvpass.backend.compile_ahead`."""
+    with record_launches() as launches:
+        call()
+    # Triton's compiler leaves Python to other threads; those that share a kernel and its constants
+    # find it compiled.
+    distinct = {launch.specialization: launch for launch in launches}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for launch, done in [(x, pool.submit(x.compile)) for x in distinct.values()]:
+            if (error := done.exception()) is not None:
+                name = launch.kernel.__name__
+                raise KernelError(f"Kernel {name} does not compile: {error}.") from error
+    return len(distinct)
 
 
 def recording() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from kvpass.bench.contenders import (
 from kvpass.bench.device import require_memory
 from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Section, number, timing_cells
-from kvpass.bench.timing import Result, copy_bandwidth, measure
+from kvpass.bench.timing import Result, copy_bandwidth, made_or_failing, measure
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ def bench_attention(
     *,
     graphs: bool = True,
     progress: bool = True,
+    go_on: bool = False,
 ) -> list[AttentionRun]:
     """Times ``kvpass::attention``, by the best provider for the device, against dense attention.
 
@@ -47,6 +49,7 @@ def bench_attention(
         rounds: timed calls of every contender.
         graphs: on a GPU, time CUDA graphs (kernels without launches).
         progress: show a bar.
+        go_on: a recipe that fails becomes a result with a ``problem``.
 
     Raises:
         OptionError: if a recipe is not known, or memory does not suffice.
@@ -61,7 +64,10 @@ def bench_attention(
         # Dynamo keeps eight graphs of a function; each case compiles flex_attention anew.
         torch.compiler.reset()
         q, k, v = case.query(0), case.cached(1), case.cached(2)
-        contenders = [packed_contender(case, name, q, k, v) for name in recipes]
+        contenders = [
+            made_or_failing(f"kvpass {n}", partial(packed_contender, case, n, q, k, v), go_on)
+            for n in recipes
+        ]
         contenders += dense_contenders(case, q, k, v)
         results = measure(contenders, rounds, case.device, graphs=graphs, progress=progress)
         del contenders, q, k, v

@@ -178,6 +178,8 @@ def _add_gpu(kinds: Any) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=8, help="begin no part later than this")
     parser.add_argument("--json", metavar="FILE", help="default: kvpass_gpu.json")
+    parts = "subnormals, model, long, decode, kernels, variants, attention, sizes (default: all)"
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help=parts)
     dry = parser.add_argument_group(
         "without a GPU", "compile a tiny model for a GPU that need not be there"
     )
@@ -198,10 +200,11 @@ def run_gpu(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _run_dry(args)
     from kvpass.bench.device import pick_device
-    from kvpass.bench.gpu import bench_gpu
+    from kvpass.bench.gpu import PARTS, bench_gpu
 
     path = args.json or "kvpass_gpu.json"
-    return int(not bench_gpu(pick_device(args.device), path, args.minutes))
+    parts = args.parts or PARTS
+    return int(not bench_gpu(pick_device(args.device), path, args.minutes, parts))
 
 
 def _run_dry(args: argparse.Namespace) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from kvpass.bench.decoders import (
     dynamic_contender,
     eager_contender,
     packed_contender,
+    packed_static_contender,
     quantized_contenders,
     static_contender,
 )
@@ -21,7 +23,7 @@ from kvpass.bench.memory import cache_bytes
 from kvpass.bench.models import model_bytes, random_model
 from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Section, number, timing_cells
-from kvpass.bench.timing import Result, measure
+from kvpass.bench.timing import Contender, Result, made_or_failing, measure
 
 _WARM_UP = 3
 # Plain caches that are alive at once: three contenders and the reference.
@@ -30,7 +32,12 @@ _PLAIN_CACHES = 4
 
 @torch.no_grad()
 def bench_decode(
-    setting: Setting, recipes: Sequence[str], rounds: int = 20, *, progress: bool = True
+    setting: Setting,
+    recipes: Sequence[str],
+    rounds: int = 20,
+    *,
+    progress: bool = True,
+    go_on: bool = False,
 ) -> list[Result]:
     """Times decode steps of a model with random weights, with packed and with plain caches.
 
@@ -41,6 +48,7 @@ def bench_decode(
         recipes: names of recipes.
         rounds: timed steps of each contender.
         progress: show a bar.
+        go_on: a recipe that fails becomes a result with a ``problem``.
 
     Raises:
         OptionError: if a recipe is not known, the model has layers that are not packed, or
@@ -56,10 +64,11 @@ def bench_decode(
     require_memory(weights + _PLAIN_CACHES * plain, setting.device, what)
     torch.compiler.reset()
     model = random_model(setting.config, setting.dtype, setting.device)
-    room = setting.context + 1 + _WARM_UP + rounds
+    # A packed static cache takes a step more, by which it is packed.
+    room = setting.context + 2 + _WARM_UP + rounds
     installed, missing = quantized_contenders(setting, model)
     contenders = [
-        *(packed_contender(setting, model, name) for name in recipes),
+        *_packed(setting, model, recipes, room, go_on),
         eager_contender(setting, model),
         dynamic_contender(setting, model),
         static_contender(setting, model, room),
@@ -67,6 +76,18 @@ def bench_decode(
     ]
     results = measure(contenders, rounds, setting.device, warm_up=_WARM_UP, progress=progress)
     return results + missing
+
+
+def _packed(
+    setting: Setting, model: Any, recipes: Sequence[str], room: int, go_on: bool
+) -> Iterator[Contender]:
+    """By recipe; on a GPU also with static caches, whose steps CUDA graphs replay."""
+    for name in recipes:
+        make = partial(packed_contender, setting, model, name)
+        yield made_or_failing(f"kvpass {name}", make, go_on)
+    for name in recipes if setting.device.type == "cuda" else ():
+        static = partial(packed_static_contender, setting, model, name, room)
+        yield made_or_failing(f"kvpass {name}, StaticCache", static, go_on)
 
 
 def decode_section(setting: Setting, results: Sequence[Result]) -> Section:

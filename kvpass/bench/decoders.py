@@ -110,6 +110,23 @@ def packed_contender(setting: Setting, model: Any, recipe: str) -> Contender:
     return decoding.contender(f"kvpass {recipe}", required=True)
 
 
+def packed_static_contender(setting: Setting, model: Any, recipe: str, room: int) -> Contender:
+    """The same with a static cache of ``room`` tokens, on a GPU in CUDA graphs. A step that is not
+    timed packs what the cache was filled with."""
+    plan = Plan(layer_plan(recipe, *setting.layer()), recipe=recipe)
+    options: dict[str, Any] = {"recipe": plan, "inner": setting.inner, "mode": "reduce-overhead"}
+    run: Step = torch.compile(new_step("packed_static_step"), backend="kvpass", options=options)
+
+    def fill() -> Filled:
+        cache = StaticCache(config=setting.config, max_cache_len=room)
+        with torch.no_grad():
+            run(model, setting.ids(1), random_cache(setting, cache))
+        return cache, "random tokens, packed by a step"
+
+    decoding = _Decoding(setting, model, run, fill)
+    return decoding.contender(f"kvpass {recipe}, StaticCache, reduce-overhead", required=True)
+
+
 def eager_contender(setting: Setting, model: Any) -> Contender:
     """The model as transformers runs it."""
     run = new_step("eager_step")

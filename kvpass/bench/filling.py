@@ -28,7 +28,7 @@ Filled = tuple[Any, str]
 Step = Callable[[Any, Tensor, Any], Tensor]
 # Relative error of a step's logits against the uncompiled model on the decoded cache, for one
 # layer; it grows with the square root of their number. A wrong cache is off by more than 1.
-_LAYER_TOLERANCE = {
+LAYER_TOLERANCE = {
     # On a GPU the kernels' operands over packed tokens are fp16 (1.5e-3).
     torch.float32: 5e-3,
     torch.float16: 8e-3,
@@ -78,7 +78,7 @@ class Setting:
     @property
     def tolerance(self) -> float:
         """Largest relative error of logits that counts as right."""
-        return _LAYER_TOLERANCE[self.dtype] * math.sqrt(self.shape.layers)
+        return LAYER_TOLERANCE[self.dtype] * math.sqrt(self.shape.layers)
 
     def ids(self, length: int) -> Tensor:
         """Random token ids ``[B, length]``."""
@@ -148,6 +148,13 @@ def packed_cache(setting: Setting, plan: LayerPlan) -> Any:
     return cache
 
 
+def _held(x: Tensor, context: int) -> Tensor:
+    """The tokens that are written of a cache tensor, plain."""
+    if isinstance(x, PackedKV):
+        return x.decode()[:, :, : x.written if x.plan.room is not None else context]
+    return x[:, :, :context]
+
+
 def decoded_cache(setting: Setting, cache: Any) -> Any:
     """A plain cache with what ``cache`` holds, which stays as it is."""
     plain = DynamicCache(config=setting.config)
@@ -158,9 +165,6 @@ def decoded_cache(setting: Setting, cache: Any) -> Any:
             nothing = torch.empty(shape, dtype=setting.dtype, device=setting.device)
             keys, values = layer.update(nothing, nothing)
         else:
-            keys, values = (
-                (x.decode() if isinstance(x, PackedKV) else x)[:, :, : setting.context]
-                for x in (layer.keys, layer.values)
-            )
+            keys, values = (_held(x, setting.context) for x in (layer.keys, layer.values))
         plain.update(keys, values, i)
     return plain

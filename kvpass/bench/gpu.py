@@ -1,53 +1,55 @@
-"""``kvpass bench gpu``: in one run, all that only a GPU can settle."""
+"""``kvpass bench gpu``: in one run, all that only a GPU can settle, the most important first."""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvpass.backend import tunings
+from kvpass.backend import compile_ahead, tunings
 from kvpass.bench.attention import attention_section, bench_attention
 from kvpass.bench.contenders import Case
 from kvpass.bench.decode import bench_decode, decode_json, decode_section
 from kvpass.bench.device import free_memory
 from kvpass.bench.filling import Setting
 from kvpass.bench.kernel_checks import check_kernels, worst
+from kvpass.bench.model_checks import FIRST, VARIANTS, ModelCase, check_model
 from kvpass.bench.models import PRESETS
 from kvpass.bench.report import result_json, write_json
-from kvpass.errors import OptionError
+from kvpass.bench.timing import Result
+from kvpass.errors import OptionError, unknown
 
 _RECIPES = ("kivi-4bit", "kivi-2bit")
 _CALIBRATED = ("kvquant-nuq3-1%", "kvquant-nuq2")
 # Whose kernels are checked; calibrated ones with random tokens, and SKVQ's without what comes from
-# texts.
-_FORMATS = ("fp", *_RECIPES, "skvq-k2v2,clip=0.9,reorder=false,sinks=0", *_CALIBRATED)
-# Batch and tokens of the attention table, for the heads of an 8B Llama.
-_CASES = ((1, 4096), (1, 32768), (1, 131072), (8, 8192), (8, 32768), (32, 8192))
-# Model dtype and head dimension of the kernels that are checked. Kernels take minutes to compile,
-# so that only the first, which all measurements use, comes before them.
-_CHECKED = ((torch.bfloat16, 128), (torch.float16, 128), (torch.float16, 64))
+# texts (its defaults: `kvpass.bench.model_checks`).
+_FORMATS = ("fp", *_RECIPES, "skvq-k2v2,clip=0.9,reorder=false", *_CALIBRATED)
+# Batch and tokens of the attention tables, for the heads of an 8B Llama.
+_LONG = ((1, 32768), (1, 131072))
+_CASES = ((1, 4096), (8, 8192), (8, 32768), (32, 8192))
+# Model dtype and head dimension of the kernels that are checked one by one.
+_CHECKED = ((torch.bfloat16, 128), (torch.float16, 128), (torch.float16, 64), (torch.float32, 128))
 _DECODED_TOKENS = 32768
-# Compiling 32 layers for every contender takes that long.
-_DECODE_SECONDS = 210
-# Weights of 16 GB, the dense caches of three contenders and of the reference at 17 GB each.
-_DECODE_BYTES = 110 << 30
+_DECODED_LAYERS = 8
 _DECODE_BATCH = 4
 
 Rows = list[dict[str, Any]]
 # Text to print, rows for the file, and whether all is right.
 Finding = tuple[str, Rows, bool]
+PARTS = ("subnormals", "model", "long", "decode", "kernels", "variants", "attention", "sizes")
 _TOO_LATE: Finding = ("not begun: the time is up", [], False)
 
 
-def bench_gpu(device: torch.device, path: str, minutes: float = 8) -> bool:
-    """Checks kernels and subnormals, measures attention, what the choice of its sizes gains, and
-    decoding, and writes after each part.
+def bench_gpu(
+    device: torch.device, path: str, minutes: float = 8, parts: Sequence[str] = PARTS
+) -> bool:
+    """Checks subnormals and compiled models, measures long contexts and decoding, checks all
+    kernels, then measures the rest, and writes after each part.
 
     A part that fails is reported, and the next one is run: a GPU may be at hand only once.
 
@@ -55,19 +57,27 @@ def bench_gpu(device: torch.device, path: str, minutes: float = 8) -> bool:
         device: a CUDA GPU.
         path: JSON file to write.
         minutes: no part is begun later than this.
+        parts: which of `PARTS` to run; always in their order.
 
     Returns:
         Whether every part ran and every result was right.
 
     Raises:
-        OptionError: if ``device`` is no GPU or the file cannot be written.
+        OptionError: if ``device`` is no GPU, a part is not known, or the file cannot be written.
     """
+    for name in parts:
+        if name not in PARTS:
+            raise OptionError(unknown("part", name, PARTS))
     if device.type != "cuda":
-        raise OptionError("'bench gpu' needs a CUDA GPU, but torch finds none here.")
+        raise OptionError(
+            "'bench gpu' needs a CUDA GPU, but torch finds none here; --dry-run needs none."
+        )
     deadline = time.monotonic() + 60 * minutes
     rows: Rows = []
     fine = True
-    for name, part in _parts(device, deadline):
+    for name, part in _parts(device):
+        if name.split()[0] not in parts:
+            continue
         start = time.monotonic()
         text, found, right = _TOO_LATE if start > deadline else _attempt(part)
         seconds = time.monotonic() - start
@@ -77,22 +87,25 @@ def bench_gpu(device: torch.device, path: str, minutes: float = 8) -> bool:
         rows += [{"part": name} | row for row in found]
         rows.append({"part": name, "right": right, "seconds": seconds, "text": text})
         fine = fine and right
-        write_json(path, "gpu", {"minutes": minutes}, rows)
+        write_json(path, "gpu", {"minutes": minutes, "parts": list(parts)}, rows)
     return fine
 
 
-def _parts(device: torch.device, deadline: float) -> Iterator[tuple[str, Callable[[], Finding]]]:
+def _parts(device: torch.device) -> Iterator[tuple[str, Callable[[], Finding]]]:
+    """In order; the first word of a name is one of `PARTS`."""
     yield "subnormals", partial(_subnormals, device)
-    kernels = [
-        (f"kernels {dtype} D={dim}", partial(_kernels, device, dtype, dim))
-        for dtype, dim in _CHECKED
-    ]
-    yield kernels[0]
+    yield from ((f"model {case}", partial(_model, device, case)) for case in FIRST)
+    for batch, tokens in _LONG:
+        for launches in ("plain", "graph"):
+            measured = partial(_attention, device, batch, tokens, launches)
+            yield f"long B={batch} T={tokens} launches={launches}", measured
+    yield "decode", partial(_decode, device)
+    for dtype, dim in _CHECKED:
+        yield f"kernels {dtype} D={dim}", partial(_kernels, device, dtype, dim)
+    yield from ((f"variants {case}", partial(_model, device, case)) for case in VARIANTS)
     for batch, tokens in _CASES:
         yield f"attention B={batch} T={tokens}", partial(_attention, device, batch, tokens)
     yield "sizes", _sizes
-    yield "decode", partial(_decode, device, deadline)
-    yield from kernels[1:]
 
 
 def _attempt(part: Callable[[], Finding]) -> Finding:
@@ -105,11 +118,13 @@ def _attempt(part: Callable[[], Finding]) -> Finding:
 
 
 def _subnormals(device: torch.device) -> Finding:
-    """2-bit and 4-bit codes at every position that the kernels use."""
+    """2-bit and 4-bit codes at every position that the kernels use, by one warp and by four."""
     from kvpass.bench.subnormals import subnormal_differences
 
     rows: Rows = [
-        {"bits": bits, "position": at, "differences": subnormal_differences(bits, at, device)}
+        {"bits": bits, "position": at, "warps": warps}
+        | {"differences": subnormal_differences(bits, at, device, warps)}
+        for warps in (1, 4)
         for bits in (2, 4)
         for at in range(0, 11 - bits, bits)
     ]
@@ -117,31 +132,50 @@ def _subnormals(device: torch.device) -> Finding:
     return f"{len(rows)} products of subnormals, {wrong} elements not exact", rows, wrong == 0
 
 
+def _model(device: torch.device, case: ModelCase) -> Finding:
+    row = check_model(case, device)
+    lines = [f"relative error {row['error']:.1e}, allowed {row['allowed']:.1e}"]
+    lines += [", ".join(row["providers"])]
+    lines += [f"stays plain: {why}" for why in row["refused"]]
+    lines += [f"no CUDA graph: {why}" for why in row["no_cuda_graph"] if why]
+    return "\n".join(lines), [row], row["right"]
+
+
 def _kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Finding:
     lines, rows, right = [], [], True
     for recipe in _FORMATS:
-        checks = list(check_kernels(recipe, dtype, head_dim, device, wanted="triton"))
-        failed = [c for c in checks if not c.passed]
+        checks = partial(check_kernels, recipe, dtype, head_dim, device, wanted="triton")
+        try:
+            compiled = compile_ahead(lambda checks=checks: list(checks()))  # type: ignore[misc]
+            done = list(checks())
+        except Exception as error:
+            lines.append(f"{recipe}: FAILED {type(error).__name__}: {error}")
+            rows.append({"recipe": recipe, "problem": str(error)})
+            right = False
+            continue
+        failed = [c for c in done if not c.passed]
         lines.append(
-            f"{recipe}: {len(checks) - len(failed)} of {len(checks)} right, the worst at "
-            f"{worst(checks):.2f} of what is allowed"
+            f"{recipe}: {len(done) - len(failed)} of {len(done)} right, the worst at "
+            f"{worst(done):.2f} of what is allowed; {compiled} kernels"
         )
         lines += [f"  WRONG {c.name}: {c.problem or c.error}" for c in failed]
-        rows += [asdict(c) for c in checks]
+        rows += [asdict(c) for c in done]
         right = right and not failed
     return "\n".join(lines), rows, right
 
 
-def _attention(device: torch.device, batch: int, tokens: int) -> Finding:
+def _attention(device: torch.device, batch: int, tokens: int, launches: str = "graph") -> Finding:
     case = Case(batch, 32, 8, 128, tokens, torch.bfloat16, device)
     if case.needed_bytes > free_memory(device):
         return "not run: too little memory", [], True
-    (run,) = bench_attention([case], _RECIPES, rounds=20)
+    graphs = launches == "graph"
+    (run,) = bench_attention([case], _RECIPES, rounds=20, graphs=graphs, go_on=True)
     rows = [
-        {"batch": batch, "tokens": tokens, "copy_gb_s": run.copy_gb_s} | result_json(r)
+        {"batch": batch, "tokens": tokens, "launches": launches, "copy_gb_s": run.copy_gb_s}
+        | result_json(r)
         for r in run.results
     ]
-    return str(attention_section(run)), rows, not any(r.wrong for r in run.results)
+    return str(attention_section(run)), rows, _right(run.results)
 
 
 def _sizes() -> Finding:
@@ -161,13 +195,16 @@ def _sizes() -> Finding:
     return "\n".join(lines) or "nothing was measured", rows, right
 
 
-def _decode(device: torch.device, deadline: float) -> Finding:
-    """The 8B shape; a quarter of its layers where time or memory do not suffice."""
-    shape = PRESETS["llama-3.1-8b"]
-    if free_memory(device) < _DECODE_BYTES or deadline - time.monotonic() < _DECODE_SECONDS:
-        shape = replace(shape, layers=shape.layers // 4)
+def _decode(device: torch.device) -> Finding:
+    """A quarter of an 8B model's layers: all of them take too long to compile for every cache."""
+    shape = replace(PRESETS["llama-3.1-8b"], layers=_DECODED_LAYERS)
     setting = Setting(shape.config(), _DECODED_TOKENS, _DECODE_BATCH, torch.bfloat16, device)
-    results = bench_decode(setting, _RECIPES, rounds=20)
+    results = bench_decode(setting, _RECIPES, rounds=20, go_on=True)
     rows = [decode_json(setting, r) | result_json(r) for r in results]
-    right = not any(r.wrong for r in results)
-    return str(decode_section(setting, results)), rows, right
+    return str(decode_section(setting, results)), rows, _right(results)
+
+
+def _right(results: Sequence[Result]) -> bool:
+    """Peers need not run; what is ours must, and nothing may be wrong."""
+    ours = [r for r in results if r.name.startswith("kvpass ")]
+    return not any(r.wrong for r in results) and all(r.times_ms for r in ours)

@@ -134,15 +134,17 @@ def model_bytes(config: Any, dtype: torch.dtype) -> int:
     return sum(int(p.nbytes) for p in model.parameters())
 
 
-def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A causal language model with random weights, in eval mode, with SDPA.
+def random_model(
+    config: Any, dtype: torch.dtype, device: torch.device, attention: str = "sdpa"
+) -> Any:
+    """A causal language model with random weights, in eval mode.
 
     Matrices are scaled so that attention is as peaked in every size of model as in trained ones:
     otherwise it would average the whole cache, and logits would not tell a wrong one.
     """
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     scale = 4 * math.sqrt(1024 / config.get_text_config(decoder=True).hidden_size)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -30,13 +30,14 @@ def _dot_of_codes(
     tl.store(out + tokens * COLUMNS + columns, tl.dot(codes, rows))
 
 
-def subnormal_differences(bits: int, position: int, device: torch.device) -> int:
+def subnormal_differences(bits: int, position: int, device: torch.device, warps: int = 1) -> int:
     """Elements of a product of codes and small integers that are not exact; 0 is right.
 
     Args:
         bits: of a code.
         position: of a code's lowest bit in the half's mantissa of 10 bits.
         device: a GPU, or a CPU in Triton's interpreter.
+        warps: of the program; four share a product in other instructions than one.
     """
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(1 << 15), 1 << 15, (_TOKENS, _WORDS), generator=generator)
@@ -46,7 +47,7 @@ def subnormal_differences(bits: int, position: int, device: torch.device) -> int
     kernel = triton.jit(_dot_of_codes)
     kernel[(1,)](
         words.to(torch.int16).to(device), q.to(torch.float16).to(device), out,
-        MASK=mask, TOKENS=_TOKENS, WORDS=_WORDS, COLUMNS=_COLUMNS, num_warps=1,
+        MASK=mask, TOKENS=_TOKENS, WORDS=_WORDS, COLUMNS=_COLUMNS, num_warps=warps,
     )  # fmt: skip
     expected = (words & mask).double() @ q.double()
     return int((out.cpu().double() * 2**24 != expected).sum())

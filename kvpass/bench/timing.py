@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -45,6 +46,24 @@ class Contender:
     capturable: bool = True
     required: bool = False
     after_first: Callable[[], str] | None = None
+
+
+def made_or_failing(name: str, make: Callable[[], Contender], go_on: bool) -> Contender:
+    """The contender that ``make`` makes. With ``go_on``, whatever fails of it, now or later, is its
+    result's ``problem``, and does not stop the others."""
+    try:
+        contender = make()
+    except Exception as error:
+        if not go_on:
+            raise
+        failure = error
+
+        def fail() -> Tensor:
+            raise failure
+
+        return Contender(name, [fail], lambda out: math.nan, 0.0)
+    contender.required = not go_on
+    return contender
 
 
 @dataclass

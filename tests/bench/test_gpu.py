@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
-from kvpass.bench import contenders, gpu, kernel_checks
+from kvpass.backend import compile_ahead
+from kvpass.bench import contenders, gpu, kernel_checks, model_checks
+from kvpass.bench.attention import bench_attention
+from kvpass.bench.contenders import Case
+from kvpass.bench.decoders import packed_static_contender
 from kvpass.bench.filling import Setting
 from kvpass.bench.kernel_checks import check_kernels, worst
-from kvpass.bench.models import Shape
+from kvpass.bench.model_checks import FIRST, VARIANTS, ModelCase, check_model
+from kvpass.bench.models import Shape, random_model
 from kvpass.bench.timing import Contender, measure
 from kvpass.cli import main
-from kvpass.errors import OptionError
+from kvpass.errors import KernelError, OptionError
+from kvpass.plan import Plan
+from lowering import pack
 from lowering.heuristics import AttentionSizes
+from lowering.launch import Launch
 from lowering.tuning import Tuned, Workload
 
 CPU = torch.device("cpu")
@@ -79,23 +86,50 @@ def test_refuses_without_a_gpu(capsys, tmp_path):
     assert main(["bench", "gpu", "--json", str(tmp_path / "x.json")]) == 2
     err = capsys.readouterr().err
     assert "torch finds no CUDA GPU here" in err
-    with pytest.raises(OptionError, match="needs a CUDA GPU"):
+    with pytest.raises(OptionError, match=r"needs a CUDA GPU, .*; --dry-run needs none"):
         gpu.bench_gpu(CPU, "x.json")
+    with pytest.raises(OptionError, match=r"Unknown part 'kernel'. Did you mean 'kernels'?"):
+        gpu.bench_gpu(CPU, "x.json", parts=["kernel"])
 
 
 def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
     def fails():
         raise RuntimeError("no such kernel")
 
-    parts = [("a", fails), ("b", lambda: ("fine", [{"x": 1}], True))]
-    monkeypatch.setattr(gpu, "_parts", lambda device, deadline: iter(parts))
+    parts = [
+        ("model a", fails),
+        ("kernels b", lambda: ("fine", [{"x": 1}], True)),
+        ("sizes", fails),
+    ]
+    monkeypatch.setattr(gpu, "_parts", lambda device: iter(parts))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     file = tmp_path / "g.json"
-    assert not gpu.bench_gpu(torch.device("cuda"), str(file))
+    assert not gpu.bench_gpu(torch.device("cuda"), str(file), parts=["kernels", "model"])
     rows = json.loads(file.read_text())["results"]
-    assert [(r["part"], r.get("right")) for r in rows] == [("a", False), ("b", None), ("b", True)]
+    assert [(r["part"], r.get("right")) for r in rows] == [
+        ("model a", False), ("kernels b", None), ("kernels b", True),
+    ]  # fmt: skip
     assert "RuntimeError: no such kernel" in rows[0]["text"]
-    assert "== a, 0 s: NOT RIGHT" in capsys.readouterr().out
+    assert "== model a, 0 s: NOT RIGHT" in capsys.readouterr().out
+
+
+def test_the_model_part(monkeypatch):
+    """On a CPU, a step with each kind of cache; a wrong kernel is told from rounding."""
+    monkeypatch.setattr(model_checks, "STEPS", (300, 1, 5))
+    for case in FIRST:
+        row = check_model(case, CPU, "eager")
+        assert row["right"]
+        assert row["error"] > 0
+        assert row["refused"] == []
+        assert "attention by cpp" in row["providers"]
+    assert row["no_cuda_graph"] == [""]
+    monkeypatch.setattr(gpu, "check_model", partial(check_model, inner="eager"))
+    exact = model_checks.oracle_cache
+    monkeypatch.setattr(model_checks, "oracle_cache", lambda plan, *_: exact(Plan(), *_))
+    text, (row,), right = gpu._model(CPU, ModelCase("kivi-2bit"))
+    assert not right
+    assert row["error"] > 2 * row["allowed"]
+    assert "no CUDA graph: its cache grows" in text
 
 
 def test_the_attention_part(monkeypatch):
@@ -134,15 +168,60 @@ def test_the_sizes_part(monkeypatch):
 
 
 def test_the_decode_part(monkeypatch):
-    """Without time or memory for all layers there are a quarter of them."""
     tiny = Shape(4, 64, 96, 4, 2, None, 128)
     monkeypatch.setattr(gpu, "PRESETS", {"llama-3.1-8b": tiny})
     monkeypatch.setattr(gpu, "Setting", partial(Setting, inner="eager"))
     monkeypatch.setattr(gpu, "_DECODED_TOKENS", 200)
-    text, rows, right = gpu._decode(CPU, time.monotonic())
+    monkeypatch.setattr(gpu, "_DECODED_LAYERS", 1)
+    text, rows, right = gpu._decode(CPU)
     assert right
     assert "200 tokens (random), batch 4, 1 layers" in text
     assert rows[0]["tokens_per_s"] > 0
+
+
+def test_what_fails_of_ours_leaves_the_peers_numbers(monkeypatch):
+    def broken(*args):
+        raise KernelError("The kernel of kvpass::pack cannot be used: why.")
+
+    monkeypatch.setattr(contenders, "cache_size", lambda device: 1 << 16)
+    monkeypatch.setattr("kvpass.bench.attention.packed_contender", broken)
+    text, rows, right = gpu._attention(CPU, 1, 130, "plain")
+    assert not right
+    assert rows[0]["problem"].startswith("KernelError: The kernel of kvpass::pack cannot be used")
+    assert rows[-1]["times_ms"]
+    assert "not run: KernelError" in text
+    with pytest.raises(KernelError):
+        bench_attention([Case(1, 4, 2, 64, 130, torch.float32, CPU)], ["fp"], 1, progress=False)
+
+
+def test_a_static_cache_is_packed_before_it_is_timed():
+    """Its first step packs what it was filled with, and is not the one that is checked."""
+    shape = Shape(1, 64, 96, 4, 2, None, 128)
+    setting = Setting(shape.config(), 200, 1, torch.float32, CPU, inner="eager")
+    model = random_model(setting.config, setting.dtype, CPU)
+    contender = packed_static_contender(setting, model, "kivi-2bit", 210)
+    (result,) = measure([contender], 2, CPU, warm_up=1, progress=False)
+    assert result.times_ms
+    assert not result.wrong
+    assert result.error > 0
+    assert "attention by cpp x1" in result.note
+
+
+def test_kernels_are_compiled_ahead_once_for_each_signature(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Launch, "compile", lambda launch: compiled.append(launch.kernel.__name__))
+    x = torch.empty(1, 2, 300, 64, dtype=torch.float16, device="meta")
+    plan = "int4.token32/window=128,flush=1"
+
+    def call():
+        for tokens in (290, 291, 300):
+            pack.pack(x[:, :, :tokens], plan)
+
+    assert compile_ahead(call) == 1
+    assert compiled == ["pack_prompt"]
+    monkeypatch.setattr(Launch, "compile", lambda launch: 1 / 0)
+    with pytest.raises(KernelError, match="Kernel pack_prompt does not compile: division by zero"):
+        compile_ahead(call)
 
 
 @no_gpu
@@ -152,6 +231,7 @@ def test_the_kernels_part(monkeypatch):
     text, rows, right = gpu._kernels(CPU, torch.float16, 64)
     assert not right
     assert "kivi-2bit: 0 of 38 right" in text
+    assert "of what is allowed; 0 kernels" in text
     assert "WRONG pack keys fp float16 D=64 T=1: served by" in text
     assert json.dumps(rows)
 
@@ -203,10 +283,15 @@ def test_a_graph_is_timed_per_call(monkeypatch):
     assert result.times_ms == (32.0,)
 
 
-def test_parts_are_complete():
-    names = [name.split()[0] for name, _ in gpu._parts(CPU, 0.0)]
-    assert list(dict.fromkeys(names)) == ["subnormals", "kernels", "attention", "sizes", "decode"]
-    assert len(names) == 1 + 3 + 6 + 1 + 1
+def test_parts_are_complete_and_in_order():
+    names = [name.split()[0] for name, _ in gpu._parts(CPU)]
+    assert tuple(dict.fromkeys(names)) == gpu.PARTS
+    # Subnormals, the two kinds of cache, two lengths with and without launches, decoding.
+    assert names[:8] == ["subnormals", *["model"] * 2, *["long"] * 4, "decode"]
+    recipes = {case.recipe for case in VARIANTS}
+    assert {"kivi-2bit", "skvq-k2v2", "kvquant-nuq3-1%", "kvmix"} <= recipes
+    assert {case.dtype for case in VARIANTS} >= {torch.float32, torch.float16}
+    assert {case.family for case in VARIANTS} >= {"mistral", "gpt_oss"}
 
 
 @pytest.mark.parametrize("capability", [80, 90])

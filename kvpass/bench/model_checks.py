@@ -1,0 +1,139 @@
+"""Whether a compiled model of two layers answers as the oracle does: after a prompt, single tokens
+and several at once, with every kind of cache that a GPU serves."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without installation)
+from kvpass.bench.filling import LAYER_TOLERANCE
+from kvpass.bench.models import Shape, random_model
+from kvpass.bench.plans import layer_plan
+from kvpass.bench.timing import relative_error
+from kvpass.inspect.report import reports
+from kvpass.oracle import oracle_cache
+from kvpass.plan import Plan
+from kvpass.zoo.families import tiny_config
+
+# Two layers with the heads of an 8B Llama, and fewer of them.
+SHAPE = Shape(2, 1024, 1024, 8, 2, 128, 1024)
+# A prompt that is packed, tokens that cross a flush, several at once, and a second prompt.
+STEPS = (300, 1, 1, 1, 1, 5, 1, 40, 1)
+_ROOM = 512
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model to be compared with its oracle.
+
+    Attributes:
+        recipe: its name.
+        dtype: of the model.
+        cache: ``dynamic`` or ``static``.
+        mode: of Inductor.
+        family: of transformers, tiny; None: a Llama with heads of 128 channels.
+        attention: implementation.
+    """
+
+    recipe: str
+    dtype: torch.dtype = torch.bfloat16
+    cache: str = "dynamic"
+    mode: str | None = None
+    family: str | None = None
+    attention: str = "sdpa"
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        parts = (self.family or "llama", self.recipe, dtype, f"{self.cache} cache", self.mode)
+        return " ".join(filter(None, parts))
+
+    def config(self) -> Any:
+        """Of the model."""
+        return SHAPE.config() if self.family is None else tiny_config(self.family)
+
+
+# A decode step with both kinds of cache, static ones in CUDA graphs: what most depends on.
+FIRST = (
+    ModelCase("kivi-4bit"),
+    ModelCase("kivi-4bit", cache="static", mode="reduce-overhead"),
+)
+# All else that a model may ask of the kernels: recipes as they are by default, their sinks among
+# it, other dtypes (fp32 takes four warps), sliding windows, soft caps and attention sinks.
+VARIANTS = (
+    *(ModelCase(recipe) for recipe in ("kivi-2bit", "skvq-k2v2", "kvquant-nuq3-1%", "kvmix")),
+    ModelCase("kivi-2bit", torch.float16, "static"),
+    ModelCase("kivi-4bit", torch.float32),
+    ModelCase("kivi-4bit", torch.float32, "static", "reduce-overhead"),
+    *(
+        ModelCase("kivi-4bit", torch.float16, cache, None, "mistral")
+        for cache in ("dynamic", "static")
+    ),
+    *(
+        ModelCase("kivi-4bit", torch.float16, "dynamic", None, family, "eager")
+        for family in ("gpt_oss", "gemma2")
+    ),
+)
+
+
+@torch.no_grad()
+def check_model(case: ModelCase, device: torch.device, inner: str = "inductor") -> dict[str, Any]:
+    """Compares logits of every step.
+
+    Returns:
+        A row: the error relative to the oracle's logits, what is allowed, who computed what, and
+        whether CUDA graphs may replay the step.
+    """
+    torch.compiler.reset()
+    config = case.config()
+    model = random_model(config, case.dtype, device, case.attention)
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    plan = _plan(case.recipe, (1, heads, 256, dim), device)
+    ids = torch.randint(8, 100, (1, sum(STEPS)), device=device)
+    expected = _run(model, ids, oracle_cache(plan, text, model))
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {"recipe": plan, "inner": inner, "mode": case.mode}
+    twin.compile(backend="kvpass", options=options)
+    first = max((r.index + 1 for r in reports()), default=0)
+    static = case.cache == "static"
+    cache = StaticCache(config, max_cache_len=_ROOM) if static else DynamicCache(config=config)
+    error = relative_error(_run(twin, ids, cache), expected)
+    made = [r for r in reports() if r.index >= first]
+    allowed = LAYER_TOLERANCE[case.dtype] * math.sqrt(text.num_hidden_layers)
+    return {
+        "case": str(case),
+        "error": error,
+        "allowed": allowed,
+        "right": bool(error <= allowed),
+        "providers": sorted({f"{c.op} by {c.provider}" for r in made for c in r.choices}),
+        "refused": sorted({e.detail for r in made for e in r.events if e.required and not e.fired}),
+        "no_cuda_graph": sorted({r.capture_obstacle or "" for r in made if r.kind == "decode"}),
+    }
+
+
+def _plan(recipe: str, shape: Sequence[int], device: torch.device) -> Plan:
+    tokens = [torch.randn(*shape, device=device) for _ in range(2)]
+    plan = layer_plan(recipe, *tokens)
+    return Plan(plan, recipe=recipe)
+
+
+def _run(model: Any, ids: Tensor, cache: Any) -> Tensor:
+    """Logits ``[1, T, V]``."""
+    logits, position = [], 0
+    for length in STEPS:
+        # A replayed CUDA graph overwrites what the last one returned.
+        torch.compiler.cudagraph_mark_step_begin()
+        part = ids[:, position : position + length]
+        out = model(input_ids=part, past_key_values=cache, use_cache=True)
+        logits.append(out.logits.clone())
+        position += length
+    return torch.cat(logits, dim=1)
