@@ -74,6 +74,9 @@ def add_kernels(commands: Any) -> None:
         "--heads-per-group", type=int, default=4, metavar="N",
         help="query heads that share a KV head (default: 4)",
     )  # fmt: skip
+    command.add_argument(
+        "--static", type=int, metavar="TOKENS", help="of a static cache with room for so many"
+    )
     command.set_defaults(run=run_kernels)
 
 
@@ -88,14 +91,18 @@ def run_kernels(options: argparse.Namespace) -> int:
     value_dim = _positive("value-dim", key_dim if options.value_dim is None else options.value_dim)
     heads = _positive("heads-per-group", options.heads_per_group)
     plan = _layer_plan(options, key_dim, value_dim)
-    k, v = str(plan.keys), str(plan.values)
+    stored = (plan.keys, plan.values)
+    if options.static is not None:
+        room = _positive("static", options.static)
+        stored = (plan.keys.static(room), plan.values.static(room))
+    k, v = map(str, stored)
     launches = layer_launches(k, v, key_dim=key_dim, value_dim=value_dim, heads_per_group=heads)
     # Keys and values of one plan share their kernels.
     distinct = {x.kernel: x for x in launches}.values()
     reports = [inspect_launch(x, capability) for x in distinct]
     layouts = layout_of(k, key_dim), layout_of(v, value_dim)
     budget = instruction_budget(*layouts, capability, KV_HEADS)
-    formats = f"keys {plan.keys.brief()}, values {plan.values.brief()}"
+    formats = "keys {}, values {}".format(*(tensor_plan.brief() for tensor_plan in stored))
     print(f"{formats}, head_dim {key_dim}/{value_dim}, {heads} query heads per KV head, "
           f"{options.target}")  # fmt: skip
     print(_row("kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file"))

@@ -55,8 +55,11 @@ def test_kernels(capsys):
 
 
 def test_keys_and_values_of_one_plan_are_listed_once(capsys):
-    assert main(["kernels", "--recipe", "fp", "--head-dim", "64"]) == 0
-    rows = [row.split() for row in capsys.readouterr().out.splitlines()[2:]]
+    """Here those of a static cache."""
+    assert main(["kernels", "--recipe", "fp", "--head-dim", "64", "--static", "512"]) == 0
+    title, _, *table = capsys.readouterr().out.splitlines()
+    assert title.startswith("keys fp/keep=511/room=512, values fp/keep=511/room=512, head_dim 64")
+    rows = [row.split() for row in table]
     kernels = [(row[0], row[-1]) for row in rows]
     # An append of keys turns them, in a file of its own.
     assert len(kernels) == len(set(kernels)) == 8
@@ -74,6 +77,7 @@ def test_keys_and_values_of_one_plan_are_listed_once(capsys):
         (f"--k {K} --v {V} --head-dim 96", "The values of layer '*' cannot be stored as int8.to"),
         ("--head-dim 512", "The kernel of kvpass::pack cannot be used: head_dim 512 is more than"),
         ("--head-dim 0", "--head-dim 0 is not supported; allowed: a positive number."),
+        ("--static 0", "--static 0 is not supported; allowed: a positive number."),
         ("--value-dim 0", "--value-dim 0 is not supported; allowed: a positive number."),
         ("--heads-per-group 200", "The kernel of kvpass::attention cannot be used: 200 query"),
     ],
