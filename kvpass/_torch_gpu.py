@@ -36,7 +36,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton, triton_backend, triton_hash_with_backend
 
-from kvpass._torch import load_cpp
+from kvpass._torch import cpp_problem, load_cpp
+from kvpass.errors import KernelError
 
 DataDependentError = fake_tensor.DataDependentOutputException
 
@@ -66,7 +67,14 @@ def _install_device_guard() -> None:
         return
     folder = Path(torch.__file__).parent / "lib"
     ctypes.CDLL(str(folder / "libc10.so"), mode=ctypes.RTLD_GLOBAL)
-    load_cpp(_NO_GUARD, ()).install()
+    try:
+        load_cpp(_NO_GUARD, ()).install()
+    except Exception as error:
+        if (problem := cpp_problem(error)) is None:
+            raise
+        raise KernelError(
+            f"A GPU cannot be simulated by this build of PyTorch: {problem}."
+        ) from error
 
 
 def _properties(capability: int) -> Any:

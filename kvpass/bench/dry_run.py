@@ -8,6 +8,7 @@ they would.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from kvpass.bench.models import Shape
 from kvpass.bench.plans import check_recipe, layer_plan
 from kvpass.bench.report import Section
 from kvpass.cache import encoding, groups, order, ranges
-from kvpass.errors import OptionError, unknown
+from kvpass.errors import KernelError, OptionError, unknown
 from kvpass.graph import orders
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
@@ -129,7 +130,10 @@ def dry_run(route: Route) -> list[GraphFindings]:
 
     Raises:
         OptionError, PlanError: if there is no such recipe, or it does not fit.
+        KernelError: if there is no Triton, or no C++ compiler where this PyTorch knows no GPU.
     """
+    if importlib.util.find_spec("triton") is None:
+        raise KernelError("Nothing can be compiled for a GPU: triton is not installed.")
     plan = _plan(route.recipe)
     torch.compiler.reset()
     seen = max((r.index for r in reports()), default=-1)

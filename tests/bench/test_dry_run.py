@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx import Graph
 
+from kvpass import _torch_gpu
 from kvpass._torch_gpu import InductorKernel
 from kvpass.bench import dry_run as module
 from kvpass.bench.dry_run import GraphFindings, Route, dry_run, dry_run_section
@@ -126,6 +128,23 @@ def test_waits_are_found(monkeypatch):
     ]  # fmt: skip
     assert decode.obstacle.startswith("kvpass::append runs in plain PyTorch")
     assert decode.clones == ()
+
+
+def test_what_is_missing_is_one_sentence(monkeypatch):
+    def missing(*_):
+        raise InvalidCxxCompiler
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_torch_gpu, "load_cpp", missing)
+        patched.setattr(torch.backends.cuda, "is_built", lambda: False)
+        patched.setattr("ctypes.CDLL", lambda *_, **__: None)
+        with pytest.raises(
+            KernelError, match=r"cannot be simulated .*: no C\+\+ compiler was found"
+        ):
+            dry_run(DYNAMIC)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(KernelError, match="triton is not installed"):
+        dry_run(DYNAMIC)
 
 
 def test_command(tmp_path, monkeypatch, capsys):
