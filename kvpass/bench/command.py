@@ -211,13 +211,22 @@ def _run_dry(args: argparse.Namespace) -> int:
     """``kvpass bench gpu --dry-run``."""
     from kvpass.bench.dry_run import dry_run, dry_run_json, dry_run_section, parse_routes
     from kvpass.bench.report import write_json
+    from kvpass.errors import KvpassError, cut
 
     rows: list[dict[str, Any]] = []
     routes = parse_routes(args.recipes, args.dtype, args.cache, args.batch, args.target)
     for route in routes:
-        found = dry_run(route)
-        print(f"{dry_run_section(route, found)}\n", flush=True)
-        rows += dry_run_json(route, found)
+        try:
+            found = dry_run(route)
+        except KvpassError:
+            raise
+        except Exception as error:
+            problem = cut(f"{type(error).__name__}: {error}")
+            print(f"{route}\n  FAILED {problem}\n", flush=True)
+            rows.append({"route": str(route), "right": False, "problem": problem})
+        else:
+            print(f"{dry_run_section(route, found)}\n", flush=True)
+            rows += dry_run_json(route, found)
         if args.json:
             write_json(args.json, "gpu --dry-run", _arguments(args), rows)
     wrong = sum(not row["right"] for row in rows)

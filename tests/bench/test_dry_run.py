@@ -167,6 +167,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     right = replace(findings, kernels=(), clones=())
     monkeypatch.setattr(module, "dry_run", lambda route: [right])
     assert main(arguments) == 0
+    monkeypatch.setattr(module, "dry_run", lambda route: 1 / 0)
+    assert main(arguments) == 1
+    assert "FAILED ZeroDivisionError: division by zero" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
