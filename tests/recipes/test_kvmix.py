@@ -102,6 +102,6 @@ def test_options_of_auto() -> None:
     with pytest.raises(OptionError, match="budget=0 is not supported"):
         recipe("auto", budget=0)
     with pytest.raises(OptionError, match="budget_bits=1 cannot be kept"):
-        calibrate(tiny_model("llama"), "auto", TEXTS, progress=False, budget=1)
+        calibrate(tiny_model("llama"), "auto", TEXTS, progress=False, budget=1, window=16)
     with pytest.raises(PlanError, match="is calibrated: use the plan that"):
         recipe("auto").layer_plan("*", 64, 64)
