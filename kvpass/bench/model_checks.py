@@ -28,6 +28,9 @@ SHAPE = Shape(2, 1024, 1024, 8, 2, 128, 1024)
 # A prompt that is packed, tokens that cross a flush, several at once, and a second prompt.
 STEPS = (300, 1, 1, 1, 1, 5, 1, 40, 1)
 _ROOM = 512
+# Here the model writes its own cache: keys that are rounded otherwise get other codes, or other
+# outliers. Measured on a CPU in bf16: 0.096 where 0.141 is allowed, and 0.9 with another cache.
+_CODES = 2
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ def check_model(case: ModelCase, device: torch.device, inner: str = "inductor") 
     """Compares logits of every step.
 
     Returns:
-        A row: the error relative to the oracle's logits, what is allowed, who computed what, and
-        whether CUDA graphs may replay the step.
+        A row: the largest error of a step relative to the oracle's logits, what is allowed, who
+        computed what, and whether CUDA graphs may replay the step.
     """
     torch.compiler.reset()
     config = case.config()
@@ -106,9 +109,10 @@ def check_model(case: ModelCase, device: torch.device, inner: str = "inductor") 
     first = max((r.index + 1 for r in reports()), default=0)
     static = case.cache == "static"
     cache = StaticCache(config, max_cache_len=_ROOM) if static else DynamicCache(config=config)
-    error = relative_error(_run(twin, ids, cache), expected)
+    # Step by step: a prompt's many logits, which no packed cache has touched, must not hide others.
+    error = max(map(relative_error, _run(twin, ids, cache), expected))
     made = [r for r in reports() if r.index >= first]
-    allowed = LAYER_TOLERANCE[case.dtype] * math.sqrt(text.num_hidden_layers)
+    allowed = _CODES * LAYER_TOLERANCE[case.dtype] * math.sqrt(text.num_hidden_layers)
     return {
         "case": str(case),
         "error": error,
@@ -126,8 +130,8 @@ def _plan(recipe: str, shape: Sequence[int], device: torch.device) -> Plan:
     return Plan(plan, recipe=recipe)
 
 
-def _run(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """Logits ``[1, T, V]``."""
+def _run(model: Any, ids: Tensor, cache: Any) -> list[Tensor]:
+    """Logits ``[1, n, V]`` of every step."""
     logits, position = [], 0
     for length in STEPS:
         # A replayed CUDA graph overwrites what the last one returned.
@@ -136,4 +140,4 @@ def _run(model: Any, ids: Tensor, cache: Any) -> Tensor:
         out = model(input_ids=part, past_key_values=cache, use_cache=True)
         logits.append(out.logits.clone())
         position += length
-    return torch.cat(logits, dim=1)
+    return logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +16,7 @@ from kvpass.bench.contenders import Case
 from kvpass.bench.decoders import packed_static_contender
 from kvpass.bench.filling import Setting
 from kvpass.bench.kernel_checks import check_kernels, worst
-from kvpass.bench.model_checks import FIRST, VARIANTS, check_model
+from kvpass.bench.model_checks import FIRST, VARIANTS, ModelCase, check_model
 from kvpass.bench.models import Shape, random_model
 from kvpass.bench.timing import Contender, measure
 from kvpass.cli import main
@@ -117,7 +116,6 @@ def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsy
 def test_the_model_part(monkeypatch):
     """On a CPU, with a static cache; with a growing one another cache is told from rounding."""
     monkeypatch.setattr(model_checks, "STEPS", (300, 1))
-    monkeypatch.setattr(model_checks, "SHAPE", replace(model_checks.SHAPE, layers=1))
     row = check_model(FIRST[1], CPU, "eager")
     assert row["right"]
     assert row["error"] > 0
