@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
-from kvpass.errors import OptionError, shown
+from kvpass.errors import OptionError, cut
 
 # From N texts to vectors [N, D], as a tensor, an array or lists.
 Encoder = Callable[[list[str]], Any]
@@ -51,8 +51,8 @@ class TransformersEncoder:
         except (OSError, ValueError) as error:
             reason = str(error).strip().split("\n", maxsplit=1)[0]
             raise OptionError(
-                f"encoder {shown(str(path))} cannot be loaded ({reason}); allowed: a local folder "
-                "or a name on the hub, of a model with its tokenizer."
+                f"encoder '{cut(str(path), 255)}' cannot be loaded ({reason}); allowed: a local "
+                "folder or a name on the hub, of a model with its tokenizer."
             ) from None
         if self._tokenizer.pad_token is None:
             # Never seen: the mask leaves it out.
