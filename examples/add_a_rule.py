@@ -27,12 +27,14 @@ from kvpass.rules import Context
 SCORES, VALUES = "bhqd,bhtd->bhqt", "bhqt,bhtd->bhqd"
 
 
-# einsum("bhqd,bhtd->bhqt", q, k)  =  matmul(q, k.transpose(2, 3))
-# einsum("bhqt,bhtd->bhqd", w, v)  =  matmul(w, v)
 class SpellOutEinsum(kvpass.Rule):
     """The two products of attention, in the spelling that transformers uses."""
 
     name = "spell_out_einsum"
+    identity = (
+        'einsum("bhqd,bhtd->bhqt", q, k)  =  matmul(q, k.transpose(2, 3))\n'
+        'einsum("bhqt,bhtd->bhqd", w, v)  =  matmul(w, v)'
+    )
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to an ``einsum`` that is one of the two products."""
@@ -44,7 +46,7 @@ class SpellOutEinsum(kvpass.Rule):
         return {"left": operands[0], "right": operands[1], "transposed": equation == SCORES}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
+        """Makes the right side of `identity` of its left side."""
         graph, right = context.graph, found["right"]
         with graph.inserting_before(node):
             if found["transposed"]:

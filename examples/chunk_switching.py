@@ -33,9 +33,11 @@ from kvpass.bench.contenders import (
 )
 from kvpass.bench.plans import layer_plan, packed_states, random_bits
 from kvpass.bench.timing import Contender, copy_bandwidth, measure, relative_error
-from kvpass.cache.codec import FP
-from kvpass.cache.residency import Residency
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.codec import FP
+from kvpass.format.quantize import encode
+from kvpass.format.retention import Residency
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from lowering.cpp.attend import attend_segment
 
@@ -72,13 +74,14 @@ class Run:
 
 def runs_of(plan: LayerPlan, k: Tensor, v: Tensor) -> list[Run]:
     """Those of a text; all exact tokens are the last one."""
-    tokens = k.shape[2]
-    (bits,) = random_bits(plan.keys, 1, tokens).bits
+    tokens, keys = k.shape[2], plan.keys
+    assert isinstance(keys, ChunkedPlan)
+    (bits,) = random_bits(keys, 1, tokens).bits
     exact, found, end = torch.ones(tokens, dtype=torch.bool), [], 0
     for width, chunks in groupby(bits):
-        at, end = end, end + plan.keys.chunk * len(list(chunks))
+        at, end = end, end + keys.chunk * len(list(chunks))
         if width != FP.bits:
-            level = plan.keys.labels.index(width)
+            level = keys.chunk_bits.index(width)
             found.append(packed_run(plan, level, k[:, :, at:end], v[:, :, at:end], at))
             exact[at:end] = False
     dense = ([k[:, :, exact]], [v[:, :, exact]])
@@ -87,9 +90,9 @@ def runs_of(plan: LayerPlan, k: Tensor, v: Tensor) -> list[Run]:
 
 def packed_run(plan: LayerPlan, level: int, k: Tensor, v: Tensor, at: int) -> Run:
     """Tokens from position ``at`` on, in the bits of a level."""
-    codecs = plan.keys.levels[level], plan.values.levels[level]
+    codecs = plan.keys.codecs[level], plan.values.codecs[level]
     keys, values = (str(TensorPlan(c, Residency(0, c.token_group))) for c in codecs)
-    tensors = list(codecs[0].encode(k)), list(codecs[1].encode(v))
+    tensors = list(encode(codecs[0], k)), list(encode(codecs[1], v))
     places = torch.arange(at, at + k.shape[2], dtype=torch.int32).unsqueeze(0)
     return Run((keys, values), tensors, places)
 

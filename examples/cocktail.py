@@ -272,7 +272,7 @@ def bits_stored(
         if chunks is None:
             packed = {tensor.codec: tensor.residency.due(tokens)}
         else:
-            codecs = {codec.bits: codec for codec in tensor.levels}
+            codecs = {codec.bits: codec for codec in tensor.codecs if not codec.identity}
             widths = Counter(chunks.bits[0])
             packed = {codecs[w]: chunks.chunk * n for w, n in widths.items() if w in codecs}
         saved = sum(n * (16 - codec.bits_per_element(head_dim)) for codec, n in packed.items())

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 import kvpass
 from examples.skvq_ablation import HEADER, PROMPT, SCORED, Bench, add_arguments
+from kvpass.format.quantize import fake_quantize
 
 # Of `kvmix-k2.19v2.38`.
 SHARE = 0.2
@@ -76,7 +77,7 @@ def relative_error(x: Tensor, codec: kvpass.Codec, dim: int) -> float:
     the norm of it."""
     heads = x.shape[1] // dim
     tokens = x[:, : heads * dim].view(1, -1, heads, dim).transpose(1, 2)
-    return float((codec.rounded(tokens) - tokens).norm() / tokens.norm())
+    return float((fake_quantize(codec, tokens) - tokens).norm() / tokens.norm())
 
 
 def show_packing(bench: Bench) -> None:
@@ -90,7 +91,7 @@ def show_packing(bench: Bench) -> None:
              kvpass.Codec(3, "token", math.gcd(32, dim), elevens=elevens))
             for elevens in (False, True)
         ]  # fmt: skip
-        row = "".join(f"{2 * k.words(dim):>7}" for k, _ in codecs)
+        row = "".join(f"{2 * k.words.count(dim):>7}" for k, _ in codecs)
         row += "".join(f"{relative_error(keys, k, dim):>10.4f}" for k, _ in codecs)
         row += "".join(f"{relative_error(values, v, dim):>10.4f}" for _, v in codecs)
         print(f"{dim:<16}{row}", flush=True)

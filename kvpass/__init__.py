@@ -13,14 +13,6 @@ if TYPE_CHECKING:
     from kvpass import backend as backend
     from kvpass import cocktail as cocktail
     from kvpass import evaluate as evaluate
-    from kvpass.cache.codec import Codec as Codec
-    from kvpass.cache.filters import register_filter as register_filter
-    from kvpass.cache.order import ChannelOrder as ChannelOrder
-    from kvpass.cache.packed import PackedKV as PackedKV
-    from kvpass.cache.ranges import ChannelRanges as ChannelRanges
-    from kvpass.cache.residency import Residency as Residency
-    from kvpass.cache.tensor_plan import Segment as Segment
-    from kvpass.cache.tensor_plan import TensorPlan as TensorPlan
     from kvpass.calibration.allocation import Allocation as Allocation
     from kvpass.calibration.allocation import allocate as allocate
     from kvpass.calibration.calibrate import calibrate as calibrate
@@ -29,6 +21,13 @@ if TYPE_CHECKING:
     from kvpass.calibration.sensitivity import importance as importance
     from kvpass.calibration.sensitivity import sensitivities as sensitivities
     from kvpass.errors import KvpassError as KvpassError
+    from kvpass.format.codec import Codec as Codec
+    from kvpass.format.filters import register_filter as register_filter
+    from kvpass.format.order import ChannelOrder as ChannelOrder
+    from kvpass.format.ranges import ChannelRanges as ChannelRanges
+    from kvpass.format.retention import Residency as Residency
+    from kvpass.format.tensor_plan import Segment as Segment
+    from kvpass.format.tensor_plan import TensorPlan as TensorPlan
     from kvpass.inplace import fold_inplace as fold_inplace
     from kvpass.inspect.explain import explain as explain
     from kvpass.options import compile_config as compile_config
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from kvpass.recipes import recipe as recipe
     from kvpass.rules import Rule as Rule
     from kvpass.rules import register_rule as register_rule
+    from kvpass.tensor.packed import PackedKV as PackedKV
 
 __version__ = "0.1.0"
 
@@ -46,19 +46,19 @@ __version__ = "0.1.0"
 # imported.
 _HOMES = {
     "Allocation": "kvpass.calibration.allocation",
-    "ChannelOrder": "kvpass.cache.order",
-    "ChannelRanges": "kvpass.cache.ranges",
-    "Codec": "kvpass.cache.codec",
+    "ChannelOrder": "kvpass.format.order",
+    "ChannelRanges": "kvpass.format.ranges",
+    "Codec": "kvpass.format.codec",
     "KvpassError": "kvpass.errors",
     "LayerPlan": "kvpass.plan",
-    "PackedKV": "kvpass.cache.packed",
+    "PackedKV": "kvpass.tensor.packed",
     "Plan": "kvpass.plan",
     "Recipe": "kvpass.recipes",
-    "Residency": "kvpass.cache.residency",
+    "Residency": "kvpass.format.retention",
     "Rule": "kvpass.rules",
     "Scores": "kvpass.calibration.scores",
-    "Segment": "kvpass.cache.tensor_plan",
-    "TensorPlan": "kvpass.cache.tensor_plan",
+    "Segment": "kvpass.format.tensor_plan",
+    "TensorPlan": "kvpass.format.tensor_plan",
     "allocate": "kvpass.calibration.allocation",
     "calibrate": "kvpass.calibration.calibrate",
     "compile_config": "kvpass.options",
@@ -67,7 +67,7 @@ _HOMES = {
     "importance": "kvpass.calibration.sensitivity",
     "oracle_cache": "kvpass.oracle",
     "recipe": "kvpass.recipes",
-    "register_filter": "kvpass.cache.filters",
+    "register_filter": "kvpass.format.filters",
     "register_rule": "kvpass.rules",
     "score": "kvpass.calibration.scores",
     "sensitivities": "kvpass.calibration.sensitivity",

@@ -29,16 +29,14 @@ from kvpass.fingerprint import check_weights
 from kvpass.graph.bind import bind_state
 from kvpass.graph.binding import Binding
 from kvpass.graph.capture import capture_obstacle, makes_cache
-from kvpass.graph.packed_readers import unpack_unknown_readers
-from kvpass.graph.sites import find_sites, module_path
+from kvpass.graph.sites import Sites, find_sites, module_path
 from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe
 from kvpass.inspect.report import GraphReport, new_report
 from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
-from kvpass.recipes import Recipe
-from kvpass.rules import Context, Event, apply_rules
+from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
 from kvpass.rules.concerns import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
 
@@ -68,7 +66,7 @@ def kvpass(
     """
     opts = parse_options(options)
     mode = checked_mode(mode or opts.mode)
-    name = opts.planner.name if isinstance(opts.planner, Recipe) else opts.planner.recipe
+    name = opts.planner.recipe if isinstance(opts.planner, Plan) else opts.planner.name
     examples = list(example_inputs)
     report = new_report(name, copy_module(gm), examples)
     module = copy_module(gm)
@@ -82,7 +80,6 @@ def kvpass(
         report.events = rewrite(context, examples)
     with report.timed("verify"):
         report.warnings += context.warnings + bias_warnings(context, biases)
-        report.warnings += unpack_unmatched(context, report.events)
         verify_rewritten(module.graph)
         module.recompile()
         report.after = copy_module(module)
@@ -92,6 +89,8 @@ def kvpass(
     with report.timed("fold weights"):
         fold_weights(binding, examples)
     with report.timed("lower"):
+        bound = Context(module.graph, Sites(), opts.planner, served_by=lowering.served_by)
+        report.events += apply_rules(bound, BOUND_RULES)
         report.choices = lowering.lower(module.graph)
         report.kernels = lowering.generated_files
         verify_bound(module.graph)
@@ -139,30 +138,14 @@ def rewrite(context: Context, examples: Sequence[Any]) -> list[Event]:
         isinstance(x, torch.Tensor) and x.requires_grad for x in examples
     ):
         reason = "gradients are enabled; call the model under torch.no_grad()"
-        return [
-            Event(
-                "quantize_cache", node.name, module_path(node), False, f"{reason} (at {node.name})"
-            )
-            for node in context.sites.updates
+        for node in context.sites.updates:
+            context.refused[node] = f"{reason} (at {node.name})"
+        events = [
+            Event("quantize_cache", node.name, module_path(node), False, detail)
+            for node, detail in context.refused.items()
         ]
+        return events + apply_rules(context, DECODING)
     return apply_rules(context)
-
-
-def unpack_unmatched(context: Context, events: Sequence[Event]) -> list[str]:
-    """Decodes packed tensors in front of readers that need them plain. Returns warnings."""
-    told = []
-    undone = [
-        u for cat, u in context.sites.updates.items() if u.packed and cat not in context.packed
-    ]
-    for update in undone:
-        reason = next((e.detail for e in events if e.node == update.cat.name), "no rule applies")
-        told.append(
-            f"the cache of {module_path(update.cat) or update.cat.name} goes back to "
-            f"{8 * update.new.meta['example_value'].dtype.itemsize} bits: {reason}"
-        )
-    for packed, reader in unpack_unknown_readers(context.graph):
-        log.debug("%s is decoded for %s", packed, reader)
-    return told
 
 
 def tell(report: GraphReport, opts: Options) -> None:

@@ -153,8 +153,8 @@ def _layer_plan(options: argparse.Namespace, key_dim: int, value_dim: int) -> La
     import torch
 
     from kvpass.bench.plans import layer_plan
-    from kvpass.cache.tensor_plan import TensorPlan
     from kvpass.errors import OptionError
+    from kvpass.format.parse import parse_plan
     from kvpass.plan import LayerPlan
     from kvpass.recipes import DEFAULT
     from lowering.layer import KV_HEADS
@@ -165,6 +165,6 @@ def _layer_plan(options: argparse.Namespace, key_dim: int, value_dim: int) -> La
         return layer_plan(options.recipe or DEFAULT, x, y)
     if options.recipe is not None or options.k is None or options.v is None:
         raise OptionError("Give either --recipe, or both --k and --v.")
-    plan = LayerPlan(TensorPlan.parse(options.k), TensorPlan.parse(options.v))
+    plan = LayerPlan(parse_plan(options.k), parse_plan(options.v))
     plan.check("*", key_dim, value_dim)
     return plan

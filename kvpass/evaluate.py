@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvpass._torch import is_compiled
-from kvpass.cache.size import held_bytes, stored_bits
 from kvpass.errors import OptionError
+from kvpass.tensor.size import held_bytes, stored_bits
 
 NewCache = Callable[[], Any]
 

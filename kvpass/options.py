@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from kvpass.errors import OptionError, shown, unknown
 from kvpass.plan import Plan
-from kvpass.recipes import DEFAULT, RECIPES, Planner, Recipe, overridden, recipe
+from kvpass.recipes import DEFAULT, RECIPES, Recipe, overridden, recipe
 
 INNER = ("inductor", "eager")
 # Options that are no field of a recipe.
@@ -26,7 +26,7 @@ class Options:
         mode: of Inductor; here because torch.compile takes no mode beside options.
     """
 
-    planner: Planner
+    planner: Recipe | Plan
     strict: bool = False
     inner: Literal["inductor", "eager"] = "inductor"
     mode: str | None = None
@@ -75,7 +75,7 @@ def compile_config(**options: Any) -> Any:
     return config
 
 
-def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Planner:
+def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Recipe | Plan:
     if isinstance(chosen, str) and chosen.endswith(".safetensors"):
         chosen = Plan.load(chosen)
     if isinstance(chosen, str):

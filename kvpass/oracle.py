@@ -12,12 +12,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvpass.cache.filters import empty_kept, keep, restored
-from kvpass.cache.residency import MAX_STEP
-from kvpass.cache.rope import Rope
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.context import current
 from kvpass.errors import OptionError
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.filters import empty_kept, keep, restored
+from kvpass.format.quantize import fake_quantize
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.rope import Rope
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -113,7 +115,7 @@ class OracleLayer(DynamicLayer):
         # With a filter: what is packed, as if nothing of it were kept, and what is kept.
         self.rounded: dict[str, Tensor] = {}
         self.kept: dict[str, list[Tensor]] = {}
-        # With levels: tokens before those of this call.
+        # With chunks: tokens before those of this call.
         self._past = 0
 
     def update(
@@ -131,7 +133,7 @@ class OracleLayer(DynamicLayer):
         """A decode step rounds what was due before it; a prefill attends exactly, then rounds."""
         stored: Tensor = getattr(self, name)
         decode_step = stored.dim() == 4 and new.shape[2] <= MAX_STEP
-        if getattr(self.plan, name).levels:
+        if isinstance(getattr(self.plan, name), ChunkedPlan):
             attended = torch.cat([stored, new], dim=2)
             kept = new if decode_step else self._round_chunks(name, new)
             setattr(self, name, torch.cat([stored, kept], dim=2))
@@ -144,21 +146,21 @@ class OracleLayer(DynamicLayer):
 
     def _round_chunks(self, name: str, new: Tensor) -> Tensor:
         """Each chunk of a prompt ``new`` in its own bits, where it stands."""
-        plan: TensorPlan = getattr(self.plan, name)
+        plan: ChunkedPlan = getattr(self.plan, name)
         request, past = current(), self.get_seq_length() if name == "keys" else self._past
         self._past = past
         if request is None or not request.applies(past, new.shape[2]):
             return new
         bits, out = request.bits, new.clone()
         order = self.plan.key_order if name == "keys" else self.plan.value_order
-        codecs = {codec.bits: codec for codec in plan.levels if not codec.identity}
+        codecs = {codec.bits: codec for codec in plan.chunk_codecs if not codec.identity}
         for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
             for chunk, level in enumerate(asked):
                 first = start + chunk * bits.chunk
                 exact = new[row : row + 1, :, first : first + bits.chunk]
                 if level in codecs:
                     exact = exact if order is None else order.store(exact)
-                    exact = codecs[level].rounded(exact).to(new.dtype)
+                    exact = fake_quantize(codecs[level], exact).to(new.dtype)
                     exact = exact if order is None else order.restore(exact)
                 out[row, :, first : first + bits.chunk] = exact[0]
         return out
@@ -178,7 +180,7 @@ class OracleLayer(DynamicLayer):
         if turns is not None and rows is not None:
             exact = turns.turn(exact, inverse_rows(rows))
         params = None if ranges is None else ranges.tensor(exact.device)
-        rounded = plan.codec.rounded(exact, params).to(stored.dtype)
+        rounded = fake_quantize(plan.codec, exact, params).to(stored.dtype)
         if turns is not None and rows is not None:
             rounded = turns.turn(rounded, rows)
         if plan.residency.filter is not None:

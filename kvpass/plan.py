@@ -8,18 +8,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.ranges import ChannelRanges
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError, cut, shown
 from kvpass.fingerprint import Weights
+from kvpass.format.codec import Codec
+from kvpass.format.order import ChannelOrder
+from kvpass.format.parse import parse_plan
+from kvpass.format.ranges import ChannelRanges
+from kvpass.format.tensor_plan import TensorPlan
 
 FORMAT = 1
 PLAIN = TensorPlan()
@@ -68,24 +69,17 @@ class LayerPlan:
             if order is not None and (problem := order.misfit(kv_heads, dim)):
                 raise PlanError(f"The channel order of the {kind} of layer '{layer}': {problem}.")
         for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
-            problems = (codec.misfit(dim, kv_heads) for codec in (plan.codec, *plan.levels))
+            problems = (codec.misfit(dim, kv_heads) for codec in plan.codecs)
             if problem := next(filter(None, problems), None):
                 codec = plan.brief().split("/")[0]
                 raise PlanError(
                     f"The {kind} of layer '{layer}' cannot be stored as {codec}: {problem}."
                 )
-        self._check_levels(layer)
+        if problem := self.keys.unsupported_pair(self.values):
+            raise PlanError(f"Layer '{layer}': {problem}.")
+        if self.before_rope and not self.keys.takes_rope:
+            raise PlanError(f"Layer '{layer}': keys {self.keys} cannot be stored before RoPE.")
         self._check_ranges(layer, key_dim, kv_heads)
-
-    def _check_levels(self, layer: str) -> None:
-        keys, values = self.keys, self.values
-        if (keys.labels, keys.chunk) != (values.labels, values.chunk):
-            raise PlanError(
-                f"Layer '{layer}': keys {keys} and values {values} do not have the same levels for "
-                "the chunks of a prompt."
-            )
-        if self.before_rope and self.keys.levels:
-            raise PlanError(f"Layer '{layer}': keys before RoPE take no levels of chunks.")
 
     def _check_ranges(self, layer: str, key_dim: int, kv_heads: int | None) -> None:
         if self.values.codec.offline or self.keys.codec.offline != (self.key_ranges is not None):
@@ -113,7 +107,7 @@ class LayerPlan:
         Raises:
             PlanError: if ``dim`` channels cannot be stored so.
         """
-        values = self.values.uniform if self.values.levels else self.values
+        values = self.values.uniform
         codec = values.codec
         if codec.identity:
             return PLAIN
@@ -127,6 +121,19 @@ class LayerPlan:
                 f"The cache of layer '{layer}' cannot be stored as {plan.codec}: {problem}."
             )
         return plan
+
+
+class Planner(Protocol):
+    """What says how a layer is stored: a `Plan`, or a recipe."""
+
+    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
+        """See `Plan.layer_plan`."""
+
+    def unknown_plan(self, path: str, dim: int) -> TensorPlan:
+        """See `LayerPlan.unknown`."""
+
+    def concern(self, query_heads: int, kv_heads: int) -> str | None:
+        """Why a layer with these heads may lose accuracy, or None."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +211,10 @@ class Plan:
         """See `LayerPlan.unknown`."""
         return self.layer(path).unknown(path, dim)
 
+    def concern(self, query_heads: int, kv_heads: int) -> str | None:
+        """None: whoever made the plan has been told."""
+        return None
+
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file whose JSON header holds the plan."""
         tensors: dict[str, Tensor] = {}
@@ -276,7 +287,7 @@ def _calibration(header: Mapping[str, Any] | None) -> Calibration | None:
 
 
 def _layer_plan(header: Mapping[str, Any], file: Any) -> LayerPlan:
-    keys, values = (TensorPlan.parse(header[kind]) for kind in ("keys", "values"))
+    keys, values = (parse_plan(header[kind]) for kind in ("keys", "values"))
     orders = {k: ChannelOrder.of(file.get_tensor(header[k])) for k in _ORDERS if k in header}
     ranges = header.get("key_ranges")
     return LayerPlan(

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import assert_soon
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import MAX_STEP
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.call import Placed, place
 from kvpass.errors import CacheStateError
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.order import ChannelOrder
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.binding import (
     Binding,
     ExtendedOutput,
@@ -28,6 +27,7 @@ from kvpass.graph.binding import (
 )
 from kvpass.inspect.report import GraphReport
 from kvpass.ops.rotary import read_rows
+from kvpass.tensor.packed import PackedKV
 
 # What is added to hidden scores is below.
 _HIDDEN = -1e4
@@ -64,7 +64,7 @@ class PackedCallable:
         for handle, new, after in steps:
             handle.reserve(new, after)
         for group in self._shared:
-            share_rotary([args[p] for p in group], steps)
+            share_cos_sin([args[p] for p in group], steps)
         steps += self._static_steps(args)
         flat: list[Any] = []
         for position, arg in enumerate(args):
@@ -75,13 +75,13 @@ class PackedCallable:
         flat += [] if placed is None else placed.slots
         flat += [fold(args[fold.position]) for fold in self._folds]
         flat += self._constants
-        before = [_save(handle, new) for handle, new, _ in steps]
+        before = [handle.snapshot(new) for handle, new, _ in steps]
         plain = [_save_plain(buffer, args) for buffer in self._buffers]
         try:
             results = self._inner(*flat)
         except BaseException:
             for (handle, *_), saved in zip(steps, before, strict=True):
-                _restore(handle, saved)
+                handle.undo(saved)
             for static in self._statics:
                 if static.counter is not None:
                     args[static.counter].fill_(_written(static, args))
@@ -154,20 +154,8 @@ class PackedCallable:
             if isinstance(output, PlainOutput):
                 wrapped.append(results[output.index])
                 continue
-            if isinstance(output, FreshOutput) and output.plan.levels:
-                assert placed is not None
-                made = results[output.first : output.first + len(output.plan.made_names)]
-                new = output.new(args)
-                handle = placed.fresh(made, output.plan, new, output.dtype, output.order)
-            elif isinstance(output, FreshOutput):
-                names = output.plan.own_names
-                state = list(results[output.first : output.first + len(names)])
-                if output.rotary is not None:
-                    state.insert(-1, results[output.rotary])
-                new = output.new(args)
-                handle = PackedKV.of_prompt(
-                    state, output.plan, new, output.dtype, output.order, output.stored
-                )
+            if isinstance(output, FreshOutput):
+                handle = self._fresh(output, args, results, placed)
             else:
                 handle = args[output.argument].extended(output.new(args), output.tokens(args))
                 if self._chunks is not None and output.argument in self._chunks.pasts:
@@ -178,8 +166,21 @@ class PackedCallable:
         self.report.live = live
         return wrapped
 
+    @staticmethod
+    def _fresh(
+        output: FreshOutput, args: Sequence[Any], results: Sequence[Any], placed: Placed | None
+    ) -> PackedKV:
+        """The cache tensor of a first prompt."""
+        plan, new = output.plan, output.new(args)
+        state = list(results[output.first : output.first + len(plan.layout.own)])
+        if isinstance(plan, ChunkedPlan):
+            assert placed is not None
+            return placed.fresh(state, plan, new, output.dtype, output.order)
+        state += [results[i] for i in output.shared]
+        return PackedKV.of_prompt(state, plan, new, output.dtype, output.order, output.stored)
 
-def share_rotary(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, int, int]]) -> None:
+
+def share_cos_sin(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, int, int]]) -> None:
     """Lets all ``handles`` hold the cosines and sines of the first, with room for what ``steps``
     add to it: handles, new tokens and lengths after them.
 
@@ -187,13 +188,13 @@ def share_rotary(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, in
         CacheStateError: if they are not the same.
     """
     first, *others = handles
-    table, end = first.rotary, first.written
+    table, end = first.cos_sin, first.written
     start = 0 if first.plan.keep is None else max(0, end - first.plan.keep)
     for other in others:
         # Copies of a cache, or of its rows, are no longer one tensor.
-        if other.rotary is not table and not (
+        if other.cos_sin is not table and not (
             other.written == end
-            and torch.equal(read_rows(other.rotary, start, end), read_rows(table, start, end))
+            and torch.equal(read_rows(other.cos_sin, start, end), read_rows(table, start, end))
         ):
             raise CacheStateError(
                 "The layers of a cache hold other cosines and sines of their positions: they come "
@@ -201,9 +202,9 @@ def share_rotary(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, in
             )
     for handle, new, after in steps:
         if handle is first:
-            first.reserve_rotary(new, after)
+            first.reserve_cos_sin(new, after)
     for other in others:
-        other.rotary = first.rotary
+        other.cos_sin = first.cos_sin
 
 
 def _written(static: StaticStep, args: Sequence[Any]) -> int:
@@ -245,39 +246,6 @@ def _check_hidden(mask: Tensor, written: int) -> None:
         raise CacheStateError(
             f"The attention mask shows tokens beyond the {written} that the static cache holds."
         )
-
-
-def _save(handle: PackedKV, new: int) -> list[Tensor] | None:
-    """What a step of ``new`` tokens may overwrite of ``handle``.
-
-    A step of up to MAX_STEP tokens overwrites nothing (see `TensorPlan.slots`), unless a filter
-    chooses among its tokens: only its count must go back. What a pivotal ratio has made it pack, it
-    would not pack again.
-    """
-    if new <= MAX_STEP and not handle.plan.kept:
-        return [handle.ends.clone()] if handle.plan.residency.pivotal else None
-    if handle.plan.levels:
-        # A prompt is written behind all ends.
-        return [handle.ends.clone()]
-    if handle.plan.keep is not None:
-        # In a ring, new tokens take the place of old ones.
-        return [t.clone() for t in handle.state]
-    if handle.plan.codec.identity:
-        return None
-    return [t.clone() for t in handle.state[2:]]
-
-
-def _restore(handle: PackedKV, saved: list[Tensor] | None) -> None:
-    if saved is None and handle.plan.levels:
-        # A step of up to MAX_STEP tokens counts exact ones only.
-        others = handle.ends[:, :-1].sum(1)
-        handle.ends[:, -1] = handle.shape[2] - others
-        return
-    if saved is None:
-        handle.ends.clamp_(max=handle.written)
-        return
-    for tensor, old in zip(handle.state[-len(saved) :], saved, strict=True):
-        tensor.copy_(old)
 
 
 def _changed(buffer: PlainBuffer, args: Sequence[Any]) -> Tensor:

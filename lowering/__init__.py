@@ -1,6 +1,6 @@
 """How ``kvpass::`` ops are computed: providers, and the choice of one for each op of a graph."""
 
-from lowering.choice import Choice, choose, compiler_problem, lower
+from lowering.choice import Choice, choose, compiler_problem, lower, served_by
 from lowering.codegen import generated_files
 from lowering.launch import compile_ahead
 from lowering.tuning import Tuned, cache_tag, tunings
@@ -14,5 +14,6 @@ __all__ = [
     "compiler_problem",
     "generated_files",
     "lower",
+    "served_by",
     "tunings",
 ]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvpass.cache.residency import MAX_STEP
-from kvpass.cache.rope import Rope
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.rope import Rope
+from kvpass.format.state import State
 from lowering.codegen import load_kernels
 from lowering.heuristics import encode_tokens
 from lowering.launch import launch
@@ -39,7 +40,7 @@ def supports(
         return "the number of new tokens is symbolic"
     if new.shape[2] > MAX_STEP:
         return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
-    plan = str(stored(TensorPlan.parse(plan)))
+    plan = str(stored(parse_plan(plan)))
     if rows is not None and (reason := decline_dtype(rows, "a row of cosines and sines")):
         return reason
     return (
@@ -58,13 +59,13 @@ def append(
 ) -> None:
     """As `kvpass.ops.append.append`, for arguments that `supports` takes."""
     batch, heads, steps, head_dim = new.shape
-    p = stored(TensorPlan.parse(plan))
+    p, s = stored(parse_plan(plan)), State.of(state, plan)
     layout = layout_of(str(p), head_dim)
     sizes = {"NEW": steps, "WINDOW": p.residency.window, "FLUSH": p.residency.flush}
     padded = 1 << (steps - 1).bit_length()
     if new.stride(3) != 1:
         new = new.contiguous()
-    arguments = [*state, new, capacity_tiles(state), new.stride(0), new.stride(1), new.stride(2)]
+    arguments = [*state, new, capacity_tiles(s), new.stride(0), new.stride(1), new.stride(2)]
     if rows is None or rope is None:
         kernels = load_kernels("append", layout=layout)
     else:
@@ -88,4 +89,4 @@ def append(
             kernels.append_step, (batch * heads, programs), *arguments, clip_factor(p),
             KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **sizes,
         )  # fmt: skip
-    launch(kernels.advance_ends, (batch,), state[-1], **sizes)
+    launch(kernels.advance_ends, (batch,), s.segment_ends, **sizes)

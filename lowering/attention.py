@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import MAX_STEP
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.state import State
 from lowering.codegen import load_kernels
 from lowering.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.launch import launch, on_nvidia
@@ -65,7 +66,7 @@ def supports(
             return reason
     elif layouts[0].lanewise:
         return f"the groups of keys {k_plan} are too short at head_dim {k.shape[3]}"
-    if q.shape[2] > MAX_STEP and TensorPlan.parse(k_plan).keep is not None:
+    if q.shape[2] > MAX_STEP and parse_plan(k_plan).keep is not None:
         return f"{q.shape[2]} new tokens are a prefill; a ring has room for {MAX_STEP}"
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > MAX_ROWS:
@@ -111,7 +112,7 @@ def _sizes(
     kv_heads = exact_tokens(keys, k_plan).shape[1]
     value_dim = exact_tokens(values, v_plan).shape[3]
     k, v = layout_of(k_plan, head_dim), layout_of(v_plan, value_dim)
-    rows, capacity = heads // kv_heads * queries, keys[0].shape[2]
+    rows, capacity = heads // kv_heads * queries, State.of(keys, k_plan).capacity
     table = attention_sizes(k, v, rows, batch * kv_heads, capacity, q)
     if not measurable(q.device):
         return table
@@ -169,7 +170,7 @@ def attend(
         # Packed tokens beyond the last whole tile, each combination of packed and exact, and sinks.
         edges = (1 if k.identity else 2) * (1 if v.identity else 2)
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
-        kept = (TensorPlan.parse(k_plan).keep or 0,)
+        kept = (parse_plan(k_plan).keep or 0,)
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))
@@ -180,7 +181,8 @@ def attend(
         sinks = sinks.float().contiguous()
     launch(
         kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
-        q, *keys, capacity_tiles(keys), *values, capacity_tiles(values), *turns, mask, partial,
+        q, *keys, capacity_tiles(State.of(keys, k_plan)), *values,
+        capacity_tiles(State.of(values, v_plan)), *turns, mask, partial,
         statistics, q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
         softcap * _LOG2_E, window, *kept,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,

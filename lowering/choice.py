@@ -11,11 +11,7 @@ from torch.fx.node import map_arg
 
 from kvpass._torch import CPP_PROBLEMS
 from kvpass.ops.library import NAMES
-from kvpass.ops.rotary import rotated
 from lowering.providers import PROVIDERS, Provider
-
-# Arguments of an append that turns nothing.
-_PLAIN_APPEND = 3
 
 
 @dataclass(frozen=True)
@@ -52,31 +48,22 @@ def lower(graph: Graph) -> list[Choice]:
         if op is None:
             continue
         provider, declined = _choose_for(op, node)
-        if provider.name == "aten" and op == "append" and len(node.args) > _PLAIN_APPEND:
-            turn_before(node)
-            provider, more = _choose_for(op, node)
-            declined = tuple(dict.fromkeys(declined + more))
         node.target = provider.target
         choices.append(Choice(op, node.name, provider.name, declined, provider.waits))
     return choices
+
+
+def served_by(node: Node) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The name of the provider that ``node`` of a ``kvpass::`` op would be lowered to, and the
+    better ones, each with the reason why it declines."""
+    provider, declined = _choose_for(NAMES[node.target], node)
+    return provider.name, declined
 
 
 def _choose_for(op: str, node: Node) -> tuple[Provider, tuple[tuple[str, str], ...]]:
     args = map_arg(node.args, lambda n: n.meta["example_value"])
     kwargs = map_arg(node.kwargs, lambda n: n.meta["example_value"])
     return choose(op, args, kwargs)
-
-
-# append(state, x, plan, rows, rope)  =  append(state, rotated(x, rows, rope), plan)
-def turn_before(node: Node) -> None:
-    """Lets a node of ``kvpass::append`` store keys that were turned before: where no kernel does
-    both, Inductor's do the one, and maybe others the other."""
-    state, new, plan, rows, rope = node.args
-    with node.graph.inserting_before(node):
-        turned = node.graph.call_function(rotated, (new, rows, rope))
-    examples: Any = map_arg(turned.args, lambda n: n.meta["example_value"])
-    turned.meta["example_value"] = rotated(*examples)
-    node.args = (state, turned, plan)
 
 
 def choose(

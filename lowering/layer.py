@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import symbolic_mode, symbolic_size
-from kvpass.cache.rope import Rope
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import KernelError
+from kvpass.format.parse import parse_plan
+from kvpass.format.rope import Rope
 from kvpass.ops.pack import pack_fake
 from kvpass.ops.rotary import pack_rotary_fake
 from lowering import append, attention, pack, unpack
@@ -52,7 +52,7 @@ def layer_launches(
     mode = symbolic_mode()
     with mode, record_launches() as launches:
         tokens: Any = _TOKENS
-        if TensorPlan.parse(k_plan).room is None:
+        if parse_plan(k_plan).room is None:
             tokens = symbolic_size(mode, "tokens", _TOKENS)
         keys = _state(k_plan, tokens, key_dim, dtype, turned=True)
         values = _state(v_plan, tokens, value_dim, dtype)
@@ -71,7 +71,7 @@ def _state(
     """The state after a prompt and a decode step, whose token is ``turned`` when it is stored or
     read; their kernels and that of `unpack` are recorded."""
     x = torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     _require("pack", pack.supports(x, plan))
     pack.pack(x, plan)
     state = pack_fake(x, plan)
@@ -80,7 +80,7 @@ def _state(
     append.append(*step, *(rotary if turned and p.rope is None else ()))
     if p.rope is not None:
         rows = x.new_empty(1, tokens, p.rope.channels)
-        state.insert(-1, pack_rotary_fake(rows, plan))
+        state.append(pack_rotary_fake(rows, plan))
     length = p.logical(tokens + 1)
     _require("unpack", unpack.supports(state, length, plan, dtype))
     unpack.unpack(state, length, plan, dtype)

@@ -11,8 +11,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.codec import Codec
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import State
+from kvpass.format.tensor_plan import TensorPlan
 from triton_templates import CAPACITY_TILE, Layout
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,16 +25,17 @@ _MOST_GRID_ROWS = 65535
 @cache
 def layout_of(plan: str, head_dim: int) -> Layout:
     """The layout of a cache tensor with this printed plan."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     sliding = p.keep is not None
     if p.codec.identity:
-        return Layout(head_dim, sliding=sliding)
-    codec, bits = p.codec, int(p.codec.word_bits)
+        return Layout(head_dim, sliding=sliding, state=p.layout.names)
+    codec, bits = p.codec, int(p.codec.words.bits)
     joined = codec.groups.joined_heads(head_dim)
     return Layout(
         head_dim, bits, codec.axis, codec.group if joined == 1 else head_dim, p.ring, sliding,
         p.sinks, codec.params, codec.slots, codec.offline, joined, codec.outliers,
         codec.decoded or (), codec.middles, None if p.rope is None else (p.rope.start, p.rope.stop),
+        p.layout.names,
     )  # fmt: skip
 
 
@@ -49,17 +52,17 @@ def stored(plan: TensorPlan) -> TensorPlan:
 
 def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
     """The tensor of a state that holds tokens ``[B, H, ..., D]`` in the model's dtype."""
-    return state[0] if TensorPlan.parse(plan).codec.identity else state[2]
+    return State.of(state, plan).tokens
 
 
-def capacity_tiles(state: Sequence[Tensor]) -> int:
+def capacity_tiles(state: State) -> int:
     """Tiles of `CAPACITY_TILE` tokens that a state has room for."""
-    return state[0].shape[2] // CAPACITY_TILE
+    return state.capacity // CAPACITY_TILE
 
 
 def rotary_stride(state: Sequence[Tensor], plan: str) -> int:
     """From one sequence's cosines and sines to the next one's; all may have the same ones."""
-    return 0 if TensorPlan.parse(plan).rope is None else row_stride(state[-2])
+    return 0 if parse_plan(plan).rope is None else row_stride(State.of(state, plan).cos_sin)
 
 
 def row_stride(rows: Tensor) -> int:
@@ -117,12 +120,12 @@ def decline_conversion(exact: Tensor, dtype: torch.dtype) -> str | None:
 
 def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -> str | None:
     """Why no kernel attends with this query to exact tokens like ``k`` and ``v``, or None."""
-    if TensorPlan.parse(k_plan).keep != TensorPlan.parse(v_plan).keep:
+    if parse_plan(k_plan).keep != parse_plan(v_plan).keep:
         return f"keys {k_plan} and values {v_plan} do not keep the same tokens"
-    packed = [p for p in map(TensorPlan.parse, (k_plan, v_plan)) if not p.codec.identity]
+    packed = [p for p in map(parse_plan, (k_plan, v_plan)) if not p.codec.identity]
     if len({p.sinks for p in packed}) > 1:
         return f"keys {k_plan} and values {v_plan} do not have the same sinks"
-    if TensorPlan.parse(v_plan).codec.token_group > 1:
+    if parse_plan(v_plan).codec.token_group > 1:
         return f"values {v_plan} have groups along tokens"
     if not q.dtype == k.dtype == v.dtype:
         return f"the query is {q.dtype}, keys are {k.dtype}, values {v.dtype}"
@@ -131,7 +134,7 @@ def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -
 
 def decline_calibrated(plan: str) -> str | None:
     """Why no kernel works on tokens stored so, or None."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     found = {
         "keys before their rotary embedding": p.rope is not None,
         "outliers": p.codec.outliers,
@@ -155,7 +158,7 @@ def _decline_rope(plan: TensorPlan) -> str | None:
 
 def decline_filter(plan: str) -> str | None:
     """Why no kernel works on tokens stored so, or None."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     return f"filter '{p.residency.filter}' is not supported" if p.kept else None
 
 
@@ -170,9 +173,9 @@ def decline_groups(codec: Codec, head_dim: int | None = None) -> str | None:
 
 def decline_codec(plan: str) -> str | None:
     """Why the Triton kernels cannot work on tokens stored so, or None."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     codec = p.codec
-    if reason := decline_levels(plan) or _decline_rope(p) or decline_groups(codec):
+    if reason := _decline_rope(p) or decline_groups(codec):
         return reason
     if reason := decline_filter(plan):
         return reason
@@ -182,14 +185,14 @@ def decline_codec(plan: str) -> str | None:
         return f"pairs of {codec} are not supported"
     if codec.elevens:
         return f"11 codes in 32 bits of {codec} are not supported"
-    if codec.word_bits == 1.5:
+    if codec.bits == 1.5 and not codec.slots:
         return f"base 3 of {codec} is not supported; the kernels take its three levels in slots"
     return None
 
 
 def decline_encoding(plan: str, head_dim: int) -> str | None:
     """Why the Triton kernels cannot write tokens so, or None."""
-    codec = TensorPlan.parse(plan).codec
+    codec = parse_plan(plan).codec
     if isinstance(codec.clip, tuple):
         return f"clip of {codec} differs between groups; the kernels take one number"
     if codec.clip != 1 and codec.groups.joined_heads(head_dim) > 1:
@@ -218,19 +221,10 @@ def clip_factor(plan: TensorPlan) -> float:
     return float(plan.codec.clip)
 
 
-def decline_levels(plan: str) -> str | None:
-    """Why no kernel made for one codec works on tokens stored so, or None."""
-    levels = TensorPlan.parse(plan).levels
-    return f"chunks of different bits ({plan}) are not supported" if levels else None
-
-
 def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     """Why no kernel can address this state, or None."""
-    p = TensorPlan.parse(plan)
     # What is extended is told without what all layers share.
-    known = (p.state_names, p.own_names, p.extended_names)
-    names = next(names for names in known if len(names) == len(state))
-    for name, tensor in zip(names, state, strict=True):
+    for name, tensor in zip(parse_plan(plan).layout.names, state, strict=False):
         if not tensor.is_contiguous():
             return f"{name} is not contiguous"
     return None
@@ -240,7 +234,8 @@ def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
     """Why the kernels cannot work on this state, or None."""
     if reason := decline_codec(plan) or decline_gaps(state, plan):
         return reason
-    exact, capacity = exact_tokens(state, plan), state[0].shape[2]
+    named = State.of(state, plan)
+    exact, capacity = named.tokens, named.capacity
     if not symbolic(capacity) and capacity % CAPACITY_TILE:
         return f"its room for {capacity} tokens is no multiple of {CAPACITY_TILE}"
     return layout_of(plan, int(exact.shape[3])).misfit() or decline_dtype(exact, "the cache")

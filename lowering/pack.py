@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.ops.pack import empty_state
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import empty_state
 from lowering.codegen import load_kernels
 from lowering.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.launch import launch
@@ -25,7 +25,7 @@ from lowering.layouts import (
 
 def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::pack``, or None."""
-    plan = str(stored(TensorPlan.parse(plan)))
+    plan = str(stored(parse_plan(plan)))
     return (
         decline_device(new)
         or decline_encoding(plan, int(new.shape[3]))
@@ -37,7 +37,7 @@ def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None
 
 def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     skipped = p.skipped(new.shape[2])
     # Not a slice: slicing a fake tensor asks for the GPU that it pretends to be on.
     new = new.narrow(2, skipped, new.shape[2] - skipped)
@@ -53,7 +53,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     if new.stride(3) != 1:
         new = new.contiguous()
     strides = (new.stride(0), new.stride(1), new.stride(2))
-    arguments = (*state, new, capacity_tiles(state), *strides)
+    arguments = (*state.tensors, new, capacity_tiles(state), *strides)
     if layout.whole_tokens:
         # One program at least says how long sequences are.
         tokens, programs = COPIED_TOKENS, max(1, tail_programs)
@@ -68,9 +68,9 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     if layout.whole_tokens:
         together = encoded_heads(layout, heads)
         if ranges is not None:
-            state[1].copy_(ranges)
+            state.qparams.copy_(ranges)
         launch(
             kernels.pack_tokens, (packed, batch * (heads // together)), *arguments,
             KV_HEADS=heads, HEADS=together, HEADS_PADDED=1 << (together - 1).bit_length(),
         )  # fmt: skip
-    return state
+    return state.tensors

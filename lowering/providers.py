@@ -14,18 +14,13 @@ from typing import Any
 import torch
 
 # Importing these defines the ops that are provided for here.
-import kvpass.ops.append
-import kvpass.ops.attention
-import kvpass.ops.pack
-import kvpass.ops.reorder_chunks
-import kvpass.ops.rotary
-import kvpass.ops.unpack
-import lowering.cpp.append
-import lowering.cpp.attention
-import lowering.cpp.pack
-import lowering.cpp.reorder_chunks
-import lowering.cpp.unpack
+from kvpass.ops.library import FAKES, SCHEMAS
 from lowering import append, attention, pack, unpack
+from lowering.cpp import append as cpp_append
+from lowering.cpp import attention as cpp_attention
+from lowering.cpp import chunks as cpp_chunks
+from lowering.cpp import pack as cpp_pack
+from lowering.cpp import unpack as cpp_unpack
 
 _NAMESPACE = "kvpass_triton"
 _CPP = torch.library.Library("kvpass_cpp", "DEF")
@@ -50,12 +45,12 @@ class Provider:
     waits: bool = False
 
 
-def _supports_all(*args: Any) -> str | None:
+def _supports_all(*args: Any, **kwargs: Any) -> str | None:
     return None
 
 
 # Whose references read the ends of segments on the host.
-_READ_ENDS = ("append", "attention", "extend_chunks", "unpack")
+_READ_ENDS = ("append", "attention", "attention_chunks", "extend_chunks", "unpack")
 
 
 def _aten(op: str) -> Provider:
@@ -75,36 +70,28 @@ def _triton(
     return Provider("triton", op, target, supports)
 
 
-def _cpp(op: str) -> Provider:
-    """Module ``op`` of `lowering.cpp`, with the schema and the fake of the op it stands for."""
-    meaning, module = getattr(kvpass.ops, op), getattr(lowering.cpp, op)
-    _CPP.define(meaning.SCHEMA)
-    _CPP.impl(op, getattr(module, op), "CPU")
-    torch.library.register_fake(f"kvpass_cpp::{op}", getattr(meaning, f"{op}_fake"), lib=_CPP)
-    return Provider("cpp", op, getattr(torch.ops.kvpass_cpp, op).default, module.supports)
+def _cpp(
+    op: str, implementation: Callable[..., Any], supports: Callable[..., str | None]
+) -> Provider:
+    """With the schema and the fake of the op that it stands for."""
+    _CPP.define(SCHEMAS[op])
+    _CPP.impl(op, implementation, "CPU")
+    torch.library.register_fake(f"kvpass_cpp::{op}", FAKES[op], lib=_CPP)
+    return Provider("cpp", op, getattr(torch.ops.kvpass_cpp, op).default, supports)
 
 
+_GENERATED = (
+    _cpp("attention", cpp_attention.attention, cpp_attention.supports),
+    _cpp("append", cpp_append.append, cpp_append.supports),
+    _cpp("pack", cpp_pack.pack, cpp_pack.supports),
+    _cpp("unpack", cpp_unpack.unpack, cpp_unpack.supports),
+    _cpp("attention_chunks", cpp_chunks.attention_chunks, cpp_chunks.supports_attention),
+    _cpp("append_chunks", cpp_chunks.append_chunks, cpp_chunks.supports_append),
+    _cpp("reorder_chunks", cpp_chunks.reorder_chunks, cpp_chunks.supports_reorder),
+    _triton("attention", attention.attention, attention.supports),
+    _triton("append", append.append, append.supports, ("state",)),
+    _triton("pack", pack.pack, pack.supports),
+    _triton("unpack", unpack.unpack, unpack.supports),
+)
 # Best first; the last one of each op supports everything.
-PROVIDERS: dict[str, tuple[Provider, ...]] = {
-    "attention": (
-        _cpp("attention"),
-        _triton("attention", attention.attention, attention.supports),
-        _aten("attention"),
-    ),
-    "append": (
-        _cpp("append"),
-        _triton("append", append.append, append.supports, ("state",)),
-        _aten("append"),
-    ),
-    "pack": (_cpp("pack"), _triton("pack", pack.pack, pack.supports), _aten("pack")),
-    "unpack": (
-        _cpp("unpack"),
-        _triton("unpack", unpack.unpack, unpack.supports),
-        _aten("unpack"),
-    ),
-    "reorder_chunks": (_cpp("reorder_chunks"), _aten("reorder_chunks")),
-    "extend_chunks": (_aten("extend_chunks"),),
-    "keep_rows": (_aten("keep_rows"),),
-    "pack_rotary": (_aten("pack_rotary"),),
-    "append_rotary": (_aten("append_rotary"),),
-}
+PROVIDERS = {op: (*(p for p in _GENERATED if p.op == op), _aten(op)) for op in SCHEMAS}

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.ops.pack import empty_state
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import empty_state
 from lowering.heuristics import AttentionSizes
 from lowering.launch import Launch, record_launches
 from lowering.tuning import Workload
@@ -79,31 +79,31 @@ def filled_state(
     plan: str, dim: int, workload: Workload, device: torch.device, seed: int
 ) -> list[Tensor]:
     """What a prompt of ``workload.capacity`` tokens leaves behind, with random codes."""
-    p, generator = TensorPlan.parse(plan), torch.Generator(device).manual_seed(seed)
+    p, generator = parse_plan(plan), torch.Generator(device).manual_seed(seed)
     shape = (workload.batch, workload.kv_heads, workload.capacity, dim)
     # Only its shape is looked at.
     tokens = workload.capacity - p.skipped(workload.capacity)
     new = torch.empty(1, dtype=workload.dtype, device=device).expand(shape)
     packed = p.packed(tokens)
     state = empty_state(new, p, packed)
-    for name, tensor in zip(p.own_names, state, strict=True):
-        if tensor.is_floating_point():
+    for field, tensor in zip(p.layout.own, state.tensors, strict=True):
+        if field.exact:
             tensor.normal_(generator=generator)
-        elif name == "codes":
+        elif field.name == "codes":
             tensor.random_(-(1 << 15), 1 << 15, generator=generator)
-        elif name == "params":
+        elif field.name == "qparams":
             tensor.fill_(_PARAMS[tensor.dtype])
-        elif name == "outliers":
+        elif field.name == "outliers":
             # Values of at most 2**-14, anywhere.
             tensor.random_(0, workload.kv_heads * dim, generator=generator).add_(0x04000000)
-    if p.rope is not None:
-        rotary = state[0].new_empty((1, state[0].shape[2], p.rope.channels), dtype=workload.dtype)
-        state.insert(-1, rotary.uniform_(-1, 1, generator=generator))
-    ends = state[-1]
+    ends = state.segment_ends
     ends[:, 0] = p.sinks
     ends[:, -2:-1] = p.sinks + packed
     ends[:, -1] = tokens
-    return state
+    if p.rope is None:
+        return state.tensors
+    cos_sin = new.new_empty((1, state.capacity, p.rope.channels))
+    return [*state.tensors, cos_sin.uniform_(-1, 1, generator=generator)]
 
 
 def _states(workload: Workload, device: torch.device) -> list[States]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import State
 from lowering.codegen import load_kernels
 from lowering.heuristics import decode_tokens
 from lowering.launch import launch, on_nvidia
@@ -27,7 +28,7 @@ def supports(
     state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
 ) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::unpack``, or None."""
-    exact, p = exact_tokens(state, plan), TensorPlan.parse(plan)
+    exact, p = exact_tokens(state, plan), parse_plan(plan)
     if p.rope is not None and p.keep is not None:
         return "a rotary embedding is not supported where a window slides"
     return (
@@ -55,7 +56,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
     launch(
         kernels.unpack_tokens, (programs, batch * heads),
-        *state, out, capacity_tiles(state), rotary_stride(state, plan), tokens,
+        *state, out, capacity_tiles(State.of(state, plan)), rotary_stride(state, plan), tokens,
         KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
     )  # fmt: skip
     return out

@@ -7,8 +7,9 @@ import torch
 import kvpass.ops.append
 import kvpass.ops.pack
 import kvpass.ops.rotary  # noqa: F401
-from kvpass.cache.encoding import offline_params, split_outliers
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import offline_params, split_outliers
+from kvpass.format.state import State
 from tests.triton_templates.kernel_reference import keys_like
 
 ops = torch.ops.kvpass
@@ -51,30 +52,30 @@ PLANS = {
 
 def state_of(plan: str, x: torch.Tensor, rows: torch.Tensor, steps: int) -> list[torch.Tensor]:
     """After a prompt and ``steps`` tokens more, what no token lives in poisoned."""
-    p, n = TensorPlan.parse(plan), x.shape[2] - steps
+    p, n = parse_plan(plan), x.shape[2] - steps
     low, high = x.amin((0, 2)) * 0.8, x.amax((0, 2)) * 0.8
     ranges = offline_params(p.codec, low, high) if p.codec.offline else None
     state = ops.pack(x[:, :, :n].contiguous(), plan, ranges)
     rotary = ops.pack_rotary(rows[:, :n], plan)
     for t in range(n, n + steps):
-        ops.append_rotary(rotary, rows[:, t : t + 1], state[-1], plan)
+        ops.append_rotary(rotary, rows[:, t : t + 1], State(state, p).segment_ends, plan)
         ops.append(state, x[:, :, t : t + 1].contiguous(), plan)
     if p.rope is not None:
-        state.insert(-1, rotary)
-    ends = state[-1][0].tolist()
+        state.append(rotary)
+    ends = State(state, p).segment_ends[0].tolist()
     if p.keep is None:
         if p.rope is not None:
             rotary[:, ends[-1] :] = torch.nan
         if p.codec.outliers:
             # Not a number, in the first channel of the first head.
-            state[p.state_names.index("outliers")][:, ends[-2] - p.sinks :] = 0x7E00 << 16
+            State(state, p).outliers[:, ends[-2] - p.sinks :] = 0x7E00 << 16
     return state
 
 
 def states_of(
     plans: tuple[str, str], tokens: int, dtype: torch.dtype, batch: int, dim: int = 64
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    rope = TensorPlan.parse(plans[0]).rope
+    rope = parse_plan(plans[0]).rope
     generator = torch.Generator().manual_seed(7)
     half = rope.channels // 2 if rope else 1
     angles = 100 * torch.rand(batch, tokens, half, generator=generator)
@@ -87,12 +88,13 @@ def states_of(
 
 def same_state(got: list[torch.Tensor], wanted: list[torch.Tensor], plan: str) -> None:
     """Bit for bit, but for the order of outliers, where tokens live."""
-    p = TensorPlan.parse(plan)
-    assert torch.equal(got[-1], wanted[-1])
-    *_, packed, total = got[-1][0].tolist()
+    p = parse_plan(plan)
+    ends = State(got, p).segment_ends
+    assert torch.equal(ends, State(wanted, p).segment_ends)
+    *_, packed, total = ends[0].tolist()
     slots = torch.arange(max(0, packed - got[0].shape[2]), packed - p.sinks) % got[0].shape[2]
     exact = torch.arange(packed, total) % p.ring
-    for name, a, b in zip(p.own_names, got, wanted, strict=True):
+    for name, a, b in zip((f.name for f in p.layout.own), got, wanted, strict=False):
         if name == "outliers":
             (ours, held), (theirs, values) = (split_outliers(x[:, slots]) for x in (a, b))
             assert torch.equal((ours < 0xFFFF).sum(2), (theirs < 0xFFFF).sum(2))
@@ -104,12 +106,12 @@ def same_state(got: list[torch.Tensor], wanted: list[torch.Tensor], plan: str) -
             assert torch.equal(*numbers)
             if got[2].dtype == torch.float32:
                 assert torch.equal(ours.sort(dim=2).values, theirs.sort(dim=2).values)
-        elif name == "params" and p.codec.axis == "token":
+        elif name == "qparams" and p.codec.axis == "token":
             assert torch.equal(a[..., slots], b[..., slots])
         elif name in ("codes", "window"):
             live = slots if name == "codes" else exact
             assert torch.equal(a[:, :, live], b[:, :, live])
-        elif name == "params":
+        elif name == "qparams":
             groups = packed // p.codec.group if p.codec.group else 1
             assert torch.equal(a[:, :, :groups], b[:, :, :groups])
 

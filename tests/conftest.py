@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from kvpass.cache.native import DECODES
+from kvpass.tensor.dispatch import DECODES
 
 settings.register_profile("kvpass", deadline=None, max_examples=40, print_blob=True)
 settings.load_profile("kvpass")

@@ -9,9 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.cache.codec import BITS, Codec
-from kvpass.cache.residency import MAX_STEP, Residency
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.codec import BITS, Codec
+from kvpass.format.quantize import decode, encode
+from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.tensor_plan import TensorPlan
 
 HEAD_DIMS = (16, 64, 80, 128)
 DIMS = st.sampled_from(HEAD_DIMS)
@@ -78,7 +79,7 @@ def rounded(x: Tensor, plan: TensorPlan, packed: int) -> Tensor:
     if plan.codec.identity:
         return x
     first = min(plan.sinks, packed)
-    decoded = plan.codec.decode(*plan.codec.encode(x[:, :, first:packed]), x.dtype)
+    decoded = decode(plan.codec, *encode(plan.codec, x[:, :, first:packed]), x.dtype)
     return torch.cat([x[:, :, :first], decoded, x[:, :, packed:]], dim=2)
 
 

@@ -10,7 +10,7 @@ from transformers import StaticCache
 
 import kvpass.backend
 from kvpass import PackedKV, Plan, oracle_cache
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
 from kvpass.plan import LayerPlan
 from tests.harness import compiled, run_steps
 from tests.models import prompt, tiny_model
@@ -32,7 +32,7 @@ PLANS = {
 
 
 def both(text: str) -> Plan:
-    plan = TensorPlan.parse(text)
+    plan = parse_plan(text)
     return Plan(LayerPlan(plan, plan))
 
 

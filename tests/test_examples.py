@@ -24,8 +24,9 @@ from examples import (
 )
 from kvpass import KvpassError
 from kvpass.bench.contenders import Case
-from kvpass.cache.filters import FILTERS
 from kvpass.cocktail import ChunkBits
+from kvpass.format.filters import FILTERS
+from kvpass.format.parse import parse_plan
 from kvpass.rules import RULES
 
 
@@ -119,7 +120,7 @@ def test_the_parts_of_kvmix_are_counted_and_measured() -> None:
     for options in fields:
         assert kvpass.recipe("kvmix", **options).calibrated
     tensors = (f"int2.channel32/window=0,flush=32,{rule}=0.1" for rule in ("pivotal", "fraction"))
-    held = [kvmix_parts.exact_tokens(kvpass.TensorPlan.parse(t), 4096, 3) for t in tensors]
+    held = [kvmix_parts.exact_tokens(parse_plan(t), 4096, 3) for t in tensors]
     assert held == [(416, 35), (416, 419)]
     x = torch.randn(100, 160, generator=torch.Generator().manual_seed(0))
     whole, elevens = (kvpass.Codec(3, "token", 32, elevens=e) for e in (False, True))
@@ -159,7 +160,7 @@ def test_cocktail_counts_bits_and_right_answers() -> None:
     kivi = kvpass.recipe("kivi-2bit").plan(table.config)
     assert cocktail.bits_stored(kivi, 300, 64) == 16 - 13 * (256 + 172) / 300 / 2
     clipped = kvpass.recipe("cocktail", clip=0.8).plan(table.config).default
-    assert [codec.clip for codec in clipped.keys.levels] == [0.8, 1.0]
+    assert [codec.clip for codec in clipped.keys.chunk_codecs] == [0.8, 1.0]
     assert clipped.values == plan.default.values
     # One step gives the answers that one token at a time gives.
     (read,) = table.read

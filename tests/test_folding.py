@@ -15,13 +15,13 @@ from kvpass import (
     LayerPlan,
     PackedKV,
     Plan,
-    TensorPlan,
     explain,
     fold_inplace,
     folding,
     oracle_cache,
 )
 from kvpass.errors import PlanError
+from kvpass.format.parse import parse_plan
 from kvpass.inspect.report import GraphReport
 from kvpass.ops import logical
 from tests import orders
@@ -39,8 +39,8 @@ from tests.tolerances import LOGITS_CODE_FLIP, logits
 FAMILIES = [
     "llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "glm4", "olmo2", "gpt_neox", "opt", "gpt2",
 ]  # fmt: skip
-KEYS = TensorPlan.parse("int2.token8/window=8,flush=8")
-VALUES = TensorPlan.parse("int4.token8/window=0,flush=1")
+KEYS = parse_plan("int2.token8/window=8,flush=8")
+VALUES = parse_plan("int4.token8/window=0,flush=1")
 
 
 def gathers(report: GraphReport) -> list[Any]:

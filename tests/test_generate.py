@@ -48,7 +48,7 @@ def test_one_prefill_graph_and_one_decode_graph() -> None:
     keys = out.past_key_values.layers[0].keys
     assert keys.shape[2] == 529
     assert keys.capacity > 256, "the buffers have grown"
-    assert int(keys.ends[0, 0]) == 512, "four flushes"
+    assert int(keys.segment_ends[0, 0]) == 512, "four flushes"
     assert graphs_compiled() == 2
     twin.generate(prompt(1, 230, seed=1), **options)
     assert graphs_compiled() == 2

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_templates_import_no_sibling():
 
 
 def test_lowering_imports_the_meaning_of_ops_only():
-    allowed = ("kvpass.ops.", "kvpass.cache.", "kvpass.errors.", "kvpass._torch.")
+    allowed = ("kvpass.ops.", "kvpass.format.", "kvpass.errors.", "kvpass._torch.")
     strange = {
         (file, name)
         for file, names in imports_of("lowering").items()
@@ -87,6 +88,30 @@ def test_two_files_of_kvpass_import_lowering():
     found = imports_of("kvpass", types=False)
     users = [file for file, names in found.items() if "lowering" in {top(n) for n in names}]
     assert users == ["kvpass/backend.py", "kvpass/cli.py"]
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def module_graph() -> dict[str, set[str]]:
+    """The modules that each module imports, wherever and for whatever purpose it does."""
+    modules = {module_of(path) for path in FILES}
+    graph = {}
+    for path, file in FILES.items():
+        found = set()
+        for name in imported(ast.parse(file.read_text())):
+            # A module, or a name in one.
+            found |= {name if name in modules else name.rpartition(".")[0]} & modules
+        graph[module_of(path)] = found - {module_of(path)}
+    return graph
+
+
+def test_no_module_imports_itself_through_others():
+    try:
+        TopologicalSorter(module_graph()).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle of imports: {' -> '.join(error.args[1])}") from None
 
 
 # What is used of PyTorch, and of Inductor for a GPU that is not there.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.residency import Residency
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import KvpassError, OptionError, PlanError, unknown
+from kvpass.format.codec import Codec
+from kvpass.format.retention import Residency
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.options import Options, parse_options
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import DEFAULT, RECIPES, Fp, Kivi, recipe, written_recipe

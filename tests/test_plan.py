@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.ranges import ChannelRanges
-from kvpass.cache.residency import Residency
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
+from kvpass.format.codec import Codec
+from kvpass.format.order import ChannelOrder
+from kvpass.format.ranges import ChannelRanges
+from kvpass.format.retention import Residency
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import Calibration, LayerPlan, Plan
 from kvpass.recipes import recipe
 from kvpass.zoo.families import tiny_config

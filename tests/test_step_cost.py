@@ -13,9 +13,8 @@ import torch
 import lowering.providers  # noqa: F401  (registers the C++ ops)
 from kvpass import recipe
 from kvpass.bench.filling import Setting, packed_cache
-from kvpass.cache import native
-from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.ops.pack import empty_state
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import empty_state
 from tests.harness import compiled, peak
 from tests.models import tiny_model
 from tests.triton_templates.kernel_reference import kivi
@@ -26,8 +25,8 @@ SHORT, LONG = 1024, 65536
 
 def random_state(plan, packed, exact, heads=8, dim=128):
     """A state of ``packed`` and ``exact`` random tokens, with room for one flush more."""
-    p = TensorPlan.parse(plan)
-    state = empty_state(torch.empty(1, heads, 1, dim), p, packed + p.residency.flush)
+    p = parse_plan(plan)
+    state = empty_state(torch.empty(1, heads, 1, dim), p, packed + p.residency.flush).tensors
     for x in state[:-1]:
         x.random_(-9999, 9999)
     if not p.codec.identity:
@@ -41,16 +40,16 @@ def random_state(plan, packed, exact, heads=8, dim=128):
 def without_one_step(state, plan, packed, total):
     """Copies of the state's tensors, but zeros where a token at position ``total`` is stored and
     where a flush from position ``packed`` is packed."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     due = p.residency.due(total - packed)
-    copies = dict(zip(p.state_names, (x.clone() for x in state), strict=True))
-    for name, dim in native.token_dims(p).items():
-        tokens = state[0].shape[2] // copies[name].shape[dim]
-        first, count = (total, 1) if p.codec.identity else (packed // tokens, due // tokens)
-        copies[name].narrow(dim, first, count).zero_()
+    copies = dict(zip(p.layout.names, (x.clone() for x in state), strict=True))
+    for field in p.layout.fields:
+        if field.grows == "capacity":
+            first, count = (total, 1) if p.codec.identity else (packed, due)
+            field.tokens(copies[field.name], first, count).zero_()
     if not p.codec.identity:
         copies["window"][:, :, total % p.ring] = 0
-    copies["ends"].zero_()
+    copies["segment_ends"].zero_()
     return list(copies.values())
 
 

@@ -76,6 +76,7 @@ class Layout:
         middles: numbers between which codes change when tokens are encoded.
         rope: first channel, and the one behind the last, that are turned by a rotary embedding when
             keys are read; those a half apart are pairs.
+        state: the names of the tensors that kernels get, in their order.
         halves: blocks lie in the first or the second half of the words, see `for_encoding`.
     """
 
@@ -94,6 +95,7 @@ class Layout:
     table: tuple[float, ...] = ()
     middles: tuple[float, ...] = ()
     rope: tuple[int, int] | None = None
+    state: tuple[str, ...] = field(default=("codes", "segment_ends"), repr=False)
     halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
@@ -109,14 +111,6 @@ class Layout:
     def identity(self) -> bool:
         """Tokens are stored as they are."""
         return self.bits == 16
-
-    @property
-    def state(self) -> tuple[str, ...]:
-        """The tensors that a cache tensor is made of."""
-        if self.identity:
-            return ("codes", "ends")
-        extra = {"sinks": self.sinks, "outliers": self.outliers, "rotary": self.rope}
-        return ("codes", "params", "window", *(name for name, has in extra.items() if has), "ends")
 
     @property
     def whole_tokens(self) -> bool:

@@ -17,8 +17,10 @@ from kvpass.backend import provider
 from kvpass.bench.device import cache_size, free_memory
 from kvpass.bench.plans import handle_of, layer_plan, packed_states
 from kvpass.bench.timing import Contender, relative_error
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import OptionError
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import State
+from kvpass.ops.library import op_of
 
 HF_NAME = "sdpa enable_gqa (HF)"
 ROWS_NAME = "sdpa rows"
@@ -133,11 +135,10 @@ def decoded_rows(
     """Keys and values of every sequence of packed states, in float32."""
     for b in range(keys[0].shape[0]):
         k, v = (
-            torch.ops.kvpass.unpack(
+            op_of(parse_plan(plan), "unpack")(
                 # All sequences may have the same cosines and sines.
                 [t[b : b + 1] if t.shape[0] > b else t for t in state],
-                # Ends of segments, or where a plan has levels how many tokens each has.
-                int(state[-1][b].sum() if TensorPlan.parse(plan).levels else state[-1][b, -1]),
+                State.of(state, plan).length(b),
                 plan,
                 torch.float32,
             )

@@ -39,8 +39,8 @@ from kvpass.bench.device import pick_dtype
 from kvpass.bench.models import Shape
 from kvpass.bench.plans import check_recipe, layer_plan
 from kvpass.bench.report import Section
-from kvpass.cache import encoding, groups, order, ranges
 from kvpass.errors import KernelError, OptionError, unknown
+from kvpass.format import groups, order, quantize, ranges
 from kvpass.graph import orders
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
@@ -57,8 +57,8 @@ _PROMPT, _ROOM, _STEPS = 300, 512, 2
 _WAITING = ("append by aten", "attention by aten", "unpack by aten")
 # What keeps tensors of a device: those of this one must not be met again.
 _REMEMBERED = (
-    (encoding, "_numbers"),
-    (encoding, "_clips"),
+    (quantize, "_numbers"),
+    (quantize, "_clips"),
     (groups, "_members"),
     (order, "_tensors"),
     (ranges, "_tensor"),

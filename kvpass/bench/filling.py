@@ -17,10 +17,10 @@ from kvpass.bench.contenders import random_tokens
 from kvpass.bench.models import CacheShape, cache_shape
 from kvpass.bench.plans import handle_of, packed_states
 from kvpass.bench.timing import synchronize
-from kvpass.cache.packed import PackedKV
 from kvpass.errors import OptionError, unknown
 from kvpass.options import INNER
 from kvpass.plan import LayerPlan
+from kvpass.tensor.packed import PackedKV
 
 FILLS = ("random", "prompt")
 # A filled cache, and what to say of how it was filled.
@@ -142,7 +142,7 @@ def packed_cache(setting: Setting, plan: LayerPlan) -> Any:
         )
         if plan.keys.rope is not None:
             # All layers hold the same.
-            layer.keys.rotary = cache.layers[0].keys.rotary
+            layer.keys.cos_sin = cache.layers[0].keys.cos_sin
         for handle in (layer.keys, layer.values):
             handle.mark_dynamic()
     return cache

@@ -15,12 +15,13 @@ from kvpass.backend import provider
 from kvpass.bench.contenders import TOLERANCE, decoded_rows, dense_attention, random_tokens
 from kvpass.bench.plans import layer_plan, packed_states
 from kvpass.bench.timing import relative_error
-from kvpass.cache.encoding import NOWHERE, split_outliers
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.rope import Rope
-from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.ops.pack import outliers_of
+from kvpass.format.codec import NOWHERE
+from kvpass.format.quantize import split_outliers
+from kvpass.format.rope import Rope
+from kvpass.format.state import State
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
+from kvpass.tensor.packed import PackedKV
 
 _BATCH, _HEADS, _KV_HEADS = 2, 8, 2
 # Below, at and above a flush; the last one is split among programs.
@@ -234,28 +235,28 @@ def _padding(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 def _differences(got: Sequence[Tensor], expected: Sequence[Tensor], plan: TensorPlan) -> int:
     """Elements that differ among those in which tokens live."""
-    if not torch.equal(got[-1].cpu(), expected[-1]):
-        return int(expected[-1].numel())
-    pairs = zip(_live([t.cpu() for t in got], plan), _live(expected, plan), strict=True)
+    found, wanted = State([t.cpu() for t in got], plan), State(expected, plan)
+    if not torch.equal(found.segment_ends, wanted.segment_ends):
+        return int(wanted.segment_ends.numel())
+    pairs = zip(_live(found), _live(wanted), strict=True)
     return sum(int((a != b).sum()) for a, b in pairs)
 
 
-def _live(state: Sequence[Tensor], plan: TensorPlan) -> list[Tensor]:
-    ends = state[-1][0].tolist()
+def _live(state: State) -> list[Tensor]:
+    """What the fields hold of tokens."""
+    plan, layout, ends = state.plan, state.layout, state.segment_ends[0].tolist()
     if plan.codec.identity:
-        return [state[0][:, :, : ends[0]]]
+        return [state.codes[:, :, : ends[0]]]
     packed, total = ends[-2] - plan.sinks, ends[-1]
-    slots = torch.arange(ends[-2], total) % state[2].shape[2]
-    live = [state[0][:, :, :packed], state[2][:, :, slots]]
-    if plan.codec.axis == "token":
-        live.append(state[1][..., :packed])
-    elif not plan.codec.offline:
-        live.append(state[1][:, :, : packed // plan.codec.group])
+    slots = torch.arange(ends[-2], total) % state.window.shape[2]
+    live = [state.codes[:, :, :packed], state.window[:, :, slots]]
+    if (field := layout["qparams"]).grows is not None:
+        live.append(field.tokens(state.qparams, 0, packed // field.group * field.group))
     if plan.sinks:
-        live.append(state[3][:, :, : plan.sinks])
+        live.append(state.sinks)
     if plan.codec.outliers:
         # Their order is free, and of equal elements either may be one.
-        places, values = split_outliers(outliers_of(list(state), plan)[:, :packed])
+        places, values = split_outliers(state.outliers[:, :packed])
         live.append(values.float().masked_fill(places == NOWHERE, torch.inf).sort(dim=2).values)
     return live
 

@@ -11,11 +11,11 @@ import torch
 import kvpass.ops.pack  # noqa: F401  (registers the op)
 from kvpass.bench.models import CacheShape
 from kvpass.bench.report import Section
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import OptionError, shown
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from kvpass.recipes import written_recipe as recipe_of
+from kvpass.tensor.packed import PackedKV
 
 # Lengths around flushes, tiles and the smallest capacity, at which real caches are made.
 CHECKED_TOKENS = (1, 128, 257, 700)
@@ -66,7 +66,7 @@ def tensor_bytes(
     ends = batch * len(plan.segments) * _END_BYTES
     if codec.identity:
         return batch * kv_heads * capacity * head_dim * itemsize + ends
-    codes = capacity * codec.words(head_dim) * 2
+    codes = capacity * codec.words.count(head_dim) * 2
     params = capacity * head_dim // codec.group * 4
     window = plan.slots(tokens - plan.sinks) * head_dim * itemsize
     return batch * kv_heads * (codes + params + window) + ends

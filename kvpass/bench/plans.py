@@ -9,9 +9,6 @@ from torch import Tensor
 
 import kvpass.ops.pack
 import kvpass.ops.rotary  # noqa: F401  (registers the ops)
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.rope import Rope
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.seen import (
     STORED,
     Exact,
@@ -24,9 +21,15 @@ from kvpass.calibration.seen import (
     Stored,
 )
 from kvpass.cocktail import ChunkBits, use
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.rope import Rope
+from kvpass.format.state import State
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops import logical
 from kvpass.plan import LayerPlan
 from kvpass.recipes import written_recipe
+from kvpass.tensor.chunked import ChunkedKV
+from kvpass.tensor.packed import PackedKV
 
 # That a calibrated recipe sees.
 _TOKENS = 1024
@@ -95,8 +98,8 @@ def packed_states(
     plan: LayerPlan, keys: Tensor, values: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What ``kvpass::pack`` makes of keys and values; the former stand before their rotary
-    embedding where the plan says so. Where it has levels, chunks have `random_bits`."""
-    if plan.keys.levels:
+    embedding where the plan says so. Chunks have `random_bits`."""
+    if isinstance(plan.keys, ChunkedPlan):
         with use(random_bits(plan.keys, keys.shape[0], keys.shape[2])):
             k, v = (
                 logical.reorder_chunks(None, x, str(tensor_plan)).state
@@ -110,24 +113,26 @@ def packed_states(
         steps = torch.arange(half, device=keys.device) / half
         angles = torch.arange(keys.shape[2], device=keys.device).unsqueeze(1) * _THETA**-steps
         rows = torch.cat([angles.cos(), angles.sin()], dim=1).to(keys.dtype).unsqueeze(0)
-        k.insert(-1, torch.ops.kvpass.pack_rotary(rows, str(plan.keys)))
+        k.append(torch.ops.kvpass.pack_rotary(rows, str(plan.keys)))
     return k, torch.ops.kvpass.pack(values, str(plan.values))
 
 
-def random_bits(plan: TensorPlan, batch: int, tokens: int) -> ChunkBits:
+def random_bits(plan: ChunkedPlan, batch: int, tokens: int) -> ChunkBits:
     """Bits of all chunks of so many tokens: most in the fewest, few exact. The same at every
     call."""
-    count, between = tokens // plan.chunk, len(plan.levels) - 1
+    count, between = tokens // plan.chunk, len(plan.chunk_codecs) - 1
     shares = [_LOW, *[(1 - _LOW - _EXACT) / max(between, 1)] * between, _EXACT]
     generator = torch.Generator().manual_seed(0)
     bits = []
     for _ in range(batch):
         picks = torch.multinomial(torch.tensor(shares), count, True, generator=generator)
-        bits.append([plan.labels[i] for i in picks.tolist()])
+        bits.append([plan.chunk_bits[i] for i in picks.tolist()])
     return ChunkBits(tuple(map(tuple, bits)), (0,) * batch, plan.chunk)
 
 
 def handle_of(state: list[Tensor], plan: TensorPlan, tokens: int, dtype: torch.dtype) -> PackedKV:
     """The cache tensor of a state of `packed_states`."""
-    exact = int(state[-1][:, -1].max()) if plan.levels else None
-    return PackedKV(state, plan, tokens, dtype, written=exact)
+    if isinstance(plan, ChunkedPlan):
+        exact = int(State(state, plan).segment_ends[:, -1].max())
+        return ChunkedKV(state, plan, tokens, dtype, written=exact)
+    return PackedKV(state, plan, tokens, dtype)

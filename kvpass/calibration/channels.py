@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.cache.order import ChannelOrder
 from kvpass.calibration.seen import Rotation
 from kvpass.errors import OptionError
+from kvpass.format.order import ChannelOrder
 
 
 class Ranges:
@@ -50,7 +50,7 @@ class Clusters:
     Attributes:
         order: the channels, those of a group together.
         sizes: of the groups, head by head; None if all are equal.
-        pairs: groups are two runs of channels, see `kvpass.cache.groups.Groups`.
+        pairs: groups are two runs of channels, see `kvpass.format.groups.Groups`.
     """
 
     order: ChannelOrder

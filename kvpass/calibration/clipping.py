@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.groups import Groups
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.seen import Seen
+from kvpass.format.codec import Codec
+from kvpass.format.groups import Groups
+from kvpass.format.order import ChannelOrder
+from kvpass.format.quantize import fake_quantize
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 
 # Factors that are tried, 0.5 to 1.
@@ -109,7 +110,7 @@ def _stored(x: Tensor, order: ChannelOrder | None) -> Tensor:
 
 def _round(codec: Codec, alpha: float, x: Tensor) -> Tensor:
     """``x`` encoded with all ranges clipped by ``alpha``, and decoded."""
-    return replace(codec, clip=alpha).rounded(x)
+    return fake_quantize(replace(codec, clip=alpha), x)
 
 
 def _rounded(plan: TensorPlan, weights: Tensor, positions: Tensor) -> Tensor:

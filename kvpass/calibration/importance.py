@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,8 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from kvpass.calibration.seen import STORED, Stored
+from kvpass.calibration.seen import STORED, CapturedKV, Stored
 from kvpass.errors import OptionError
-
-if TYPE_CHECKING:
-    from kvpass.calibration.observe import Made
-
 
 # Of the keys, or values, of each layer, for every text.
 Norms = dict[tuple[str, Stored], list[float]]
@@ -48,7 +44,7 @@ class Projection:
         return float(part.float().square().sum())
 
 
-def projections(model: Any, stored: Sequence[Made]) -> list[Projection]:
+def projections(model: Any, stored: Sequence[CapturedKV]) -> list[Projection]:
     """The matrices of each attention module that its keys and its values depend on.
 
     Which rows of a fused projection make keys is told by autograd: a product of keys with random

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from kvpass.calibration.importance import (
     summed_loss,
 )
 from kvpass.calibration.seen import (
+    CapturedKV,
     Exact,
     GradientObserver,
     Kind,
@@ -35,7 +35,7 @@ from kvpass.calibration.seen import (
     windowed,
 )
 from kvpass.errors import OptionError, UnmatchedGraphError
-from kvpass.graph.forms import AttentionSite
+from kvpass.graph.attention_site import AttentionSite
 from kvpass.graph.pattern import Miss
 from kvpass.graph.sites import Sites, find_sites
 from kvpass.rules.cache_before_rope import turned
@@ -47,23 +47,11 @@ _FEW_TOKENS = 8
 # Who looks on. Not part of a graph, so that Dynamo compiles a model once for all passes.
 _observer: ContextVar[Observer] = ContextVar("observer")
 # What a forward pass has stored for the observer of gradients.
-_stored: ContextVar[list[Made] | None] = ContextVar("stored", default=None)
+_stored: ContextVar[list[CapturedKV] | None] = ContextVar("stored", default=None)
 # What keys or values are replaced by.
 _replacement: ContextVar[Replacement | None] = ContextVar("replacement", default=None)
 # How many last keys and values gradients leave out.
 _exact: ContextVar[Exact] = ContextVar("exact", default=(0, 0))
-
-
-@dataclass(frozen=True)
-class Made:
-    """Keys or values in a forward pass; ``probe`` is zero, was added to what attention reads of
-    them, and gets its gradient; ``made`` is ``x`` with what autograd knows of it."""
-
-    layer: str
-    kinds: tuple[Kind, ...]
-    x: Tensor
-    probe: Tensor
-    made: Tensor
 
 
 class Watched:
@@ -151,9 +139,9 @@ class Watched:
             _replacement.reset(tokens[1])
         return total / sum(ids[:, 1:].numel() for ids in self._batches)
 
-    def _forward(self, ids: Tensor) -> tuple[list[Made], Tensor]:
+    def _forward(self, ids: Tensor) -> tuple[list[CapturedKV], Tensor]:
         """What a forward pass stores, and its logits."""
-        stored: list[Made] = []
+        stored: list[CapturedKV] = []
         token = _stored.set(stored)
         try:
             return stored, self._compiled(input_ids=ids, use_cache=True).logits
@@ -261,7 +249,7 @@ class _Watcher:
             if stored is None:
                 return tensor
             probe = torch.zeros_like(tensor, requires_grad=True)
-            stored.append(Made(layer, kinds, tensor.detach(), probe, tensor))
+            stored.append(CapturedKV(layer, kinds, tensor.detach(), probe, tensor))
             return tensor + probe
 
         with self.graph.inserting_before(x.next):

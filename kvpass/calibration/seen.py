@@ -31,6 +31,25 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class CapturedKV:
+    """Keys or values in a forward pass that autograd watches.
+
+    Attributes:
+        layer: the path of the attention module.
+        kinds: what they are.
+        x: the tensor, detached.
+        probe: zeros that were added to what attention reads, and get its gradient.
+        made: ``x`` with what autograd knows of it.
+    """
+
+    layer: str
+    kinds: tuple[Kind, ...]
+    x: Tensor
+    probe: Tensor
+    made: Tensor
+
+
+@dataclass(frozen=True)
 class Seen:
     """One attention of a first prompt, its keys and values as the cache gets them.
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.importance import Norms, means
 from kvpass.calibration.observe import Watched
 from kvpass.calibration.seen import STORED, Exact, Pass, SeenGradient, Stored
+from kvpass.format.quantize import fake_quantize
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 
 
@@ -146,7 +147,7 @@ def rounded(layer: LayerPlan, kind: Stored, x: Tensor) -> Tensor:
         return x
     packed = x[:, :, plan.sinks : plan.sinks + count]
     ranges = None if values or layer.key_ranges is None else layer.key_ranges.tensor(x.device)
-    found = plan.codec.rounded(packed if order is None else order.store(packed), ranges)
+    found = fake_quantize(plan.codec, packed if order is None else order.store(packed), ranges)
     out = x.clone()
     out[:, :, plan.sinks : plan.sinks + count] = found if order is None else order.restore(found)
     return out

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import storage_key
-from kvpass.cache.mixed import reserve_levels, with_places
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.context import Request, current
 from kvpass.cocktail.placement import Levels, joined, on_device, segment_of_tokens, slots_of
 from kvpass.errors import CacheStateError
-from kvpass.ops.reorder_chunks import positions
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.order import ChannelOrder
+from kvpass.ops.chunks import positions
+from kvpass.tensor.chunked import ChunkedKV
 
 _NO_BITS = (
     "kvpass: this prompt has no chunk bits, so all of it stays exact. Call the model within "
@@ -33,7 +32,7 @@ class Placed:
     """Where the tokens of a prompt go.
 
     Attributes:
-        slots: for `kvpass.ops.reorder_chunks`.
+        slots: for `kvpass.ops.chunks.reorder_chunks`.
         places: of all tokens, once the prompt has joined the caches; all layers share their memory.
         exact: as many exact tokens as any row then has.
         request: whose bits they are, if anybody's.
@@ -50,20 +49,20 @@ class Placed:
     def fresh(
         self,
         made: Sequence[Tensor],
-        plan: TensorPlan,
+        plan: ChunkedPlan,
         tokens: int,
         dtype: torch.dtype,
         order: ChannelOrder | None,
-    ) -> PackedKV:
+    ) -> ChunkedKV:
         """The cache tensor of a first prompt, from what the op has made."""
-        state = with_places(made, [_another(places) for places in self.places])
-        handle = PackedKV(state, plan, tokens, dtype, written=self.exact, order=order)
+        state = [*made, *(_another(places) for places in self.places)]
+        handle = ChunkedKV(state, plan, tokens, dtype, written=self.exact, order=order)
         handle.mark_dynamic()
         return handle
 
-    def extended(self, handle: PackedKV) -> PackedKV:
+    def extended(self, handle: ChunkedKV) -> ChunkedKV:
         """``handle``, which a later prompt has extended."""
-        for name, places in zip(handle.plan.place_names, self.places, strict=True):
+        for name, places in zip(handle.plan.chunk_positions, self.places, strict=True):
             setattr(handle, name, _another(places))
         handle.written = self.exact
         return handle
@@ -75,7 +74,7 @@ class Placed:
 
 
 def place(
-    handles: Sequence[PackedKV],
+    handles: Sequence[ChunkedKV],
     levels: Levels,
     batch: int,
     new: int,
@@ -103,14 +102,14 @@ def place(
     bits = None if request is None else request.bits
     segments = segment_of_tokens(bits, levels, batch, new)
     numbers = slots_of(segments, levels)
-    counts = [(segments == s).sum(1) for s in range(len(levels.labels))]
+    counts = [(segments == s).sum(1) for s in range(len(levels.chunk_bits))]
     slots = [s.view(batch, -1, levels.tile) for s in on_device(numbers, device)]
     if not handles:
         places = [s.flatten(1) for s in slots]
         return Placed(slots, places, int(counts[-1].max(initial=0)), request, past, new)
     _check_same(handles)
     first = handles[0]
-    held = [p.cpu().numpy() for p in positions(first.state, first.plan)]
+    held = [p.cpu().numpy() for p in positions(first.named, first.plan)]
     after = []
     for known, more in zip(held, numbers, strict=True):
         rows = zip(known, more, strict=True)
@@ -118,7 +117,7 @@ def place(
         after.append(joined(parts, levels.tile))
     longest = [int((x >= 0).sum(1).max(initial=0)) for x in after]
     for handle in handles:
-        reserve_levels(handle, longest, levels.tile)
+        handle.reserve_segments(longest, levels.tile)
     return Placed(slots, on_device(after, device), longest[-1], request, past, new)
 
 
@@ -130,9 +129,9 @@ def _another(places: Tensor) -> Tensor:
         return other.set_(places.untyped_storage(), 0, places.shape, places.stride())
 
 
-def _check_same(handles: Sequence[PackedKV]) -> None:
+def _check_same(handles: Sequence[ChunkedKV]) -> None:
     first = handles[0]
-    names = ("ends", *first.plan.place_names)
+    names = ("segment_ends", *first.plan.chunk_positions)
     for other in handles[1:]:
         for name in names:
             a, b = getattr(first, name), getattr(other, name)

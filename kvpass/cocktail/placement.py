@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.bits import ChunkBits
 from kvpass.errors import OptionError, PlanError, shown
+from kvpass.format.chunked_plan import ChunkedPlan
 
 Numbers = NDArray[np.int32]
 
@@ -24,29 +24,29 @@ class Levels:
     """What the plans of all cache tensors of a model say of the chunks of a prompt.
 
     Attributes:
-        labels: the bits by which each level is asked for, those of exact tokens at the end.
+        chunk_bits: the bits by which each level is asked for, those of exact tokens at the end.
         chunk: chunks are multiples of this many tokens.
         tile: room in a segment comes in multiples of this many tokens.
     """
 
-    labels: tuple[float, ...]
+    chunk_bits: tuple[float, ...]
     chunk: int
     tile: int
 
     @staticmethod
-    def of(plans: Sequence[TensorPlan]) -> Levels:
+    def of(plans: Sequence[ChunkedPlan]) -> Levels:
         """Those of ``plans``.
 
         Raises:
             PlanError: if they are not the same.
         """
         for plan in plans:
-            if (plan.labels, plan.chunk) != (plans[0].labels, plans[0].chunk):
+            if (plan.chunk_bits, plan.chunk) != (plans[0].chunk_bits, plans[0].chunk):
                 raise PlanError(
                     "The layers of a model need the same levels for the chunks of a prompt, not "
                     f"{plans[0]} and {plan}."
                 )
-        return Levels(plans[0].labels, plans[0].chunk, math.lcm(*(plan.tile for plan in plans)))
+        return Levels(plans[0].chunk_bits, plans[0].chunk, math.lcm(*(plan.tile for plan in plans)))
 
 
 def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None:
@@ -69,9 +69,9 @@ def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None
                 f"Sequence {row} has {len(asked)} chunks of {chunk} tokens from token {start} on, "
                 f"the prompt {tokens} tokens."
             )
-        strange = [b for b in asked if b not in levels.labels]
+        strange = [b for b in asked if b not in levels.chunk_bits]
         if strange:
-            known = ", ".join(f"{label:g}" for label in levels.labels)
+            known = ", ".join(f"{label:g}" for label in levels.chunk_bits)
             raise OptionError(
                 f"A chunk of sequence {row} is to have {shown(strange[0])} bits; allowed: {known}."
             )
@@ -85,12 +85,12 @@ def segment_of_tokens(
     Raises:
         OptionError: see `check_bits`.
     """
-    found = np.full((batch, tokens), len(levels.labels) - 1, np.int8)
+    found = np.full((batch, tokens), len(levels.chunk_bits) - 1, np.int8)
     if bits is None:
         return found
     check_bits(bits, levels, batch, tokens)
     for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
-        segments = np.array([levels.labels.index(b) for b in asked], np.int8)
+        segments = np.array([levels.chunk_bits.index(b) for b in asked], np.int8)
         found[row, start : start + bits.chunk * len(asked)] = np.repeat(segments, bits.chunk)
     return found
 
@@ -110,7 +110,7 @@ def slots_of(segments: NDArray[Any], levels: Levels) -> list[Numbers]:
     """For each segment the tokens that go there, ``[B, N]``, see `joined`."""
     return [
         joined([[np.flatnonzero(row == s).astype(np.int32)] for row in segments], levels.tile)
-        for s in range(len(levels.labels))
+        for s in range(len(levels.chunk_bits))
     ]
 
 

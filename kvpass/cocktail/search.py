@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from kvpass.cache.codec import BITS
 from kvpass.cocktail.bits import ChunkBits, check_chunk
 from kvpass.cocktail.encoders import Encoder, Ranker, TokenEmbeddings
 from kvpass.errors import OptionError, shown
+from kvpass.format.codec import BITS
 
 Ids = list[int]
 # 16 is the model's own dtype.

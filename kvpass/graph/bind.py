@@ -24,11 +24,10 @@ from kvpass._torch import (
     symbol_node,
     symbol_positions,
 )
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import GraphError
 from kvpass.folding import Fold
+from kvpass.format.order import ChannelOrder
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.binding import (
     Binding,
     ExtendedOutput,
@@ -40,6 +39,7 @@ from kvpass.graph.binding import (
 )
 from kvpass.graph.calls import add_call
 from kvpass.graph.chunks import ChunkBinder
+from kvpass.graph.logical_calls import AppendCall, AttentionCall, PackedCall, behind_slides
 from kvpass.graph.orders import (
     constant_node,
     constant_value,
@@ -50,6 +50,8 @@ from kvpass.graph.orders import (
 from kvpass.graph.rotary import RotaryBinder
 from kvpass.graph.static import StaticUpdate
 from kvpass.ops import logical
+from kvpass.ops.library import op_of
+from kvpass.tensor.packed import PackedKV
 
 ops = torch.ops.kvpass
 
@@ -117,8 +119,9 @@ class _Binder:
             packed.append(position)
             self.arguments[node], self.plans[node] = position, example.plan
             self.state[node] = []
-            for name in example.plan.state_names:
-                if name == "rotary" and (known := self.rotary.known(node)) is not None:
+            for field in example.plan.layout.fields:
+                name, shared = field.name, field.name == "cos_sin"
+                if shared and (known := self.rotary.known(node)) is not None:
                     self.state[node].append(known)
                     continue
                 with self.graph.inserting_before(node):
@@ -128,7 +131,7 @@ class _Binder:
                 if example.plan.room is not None:
                     mark_static_input(inner)
                 self.state[node].append(inner)
-                if name == "rotary":
+                if shared:
                     self.rotary.hold(node, inner)
                 examples.append(getattr(example, name))
         return tuple(packed), tuple(examples)
@@ -142,8 +145,7 @@ class _Binder:
             elif node.target is logical.attention:
                 self._attention(node)
             elif node.target is logical.slide:
-                (packed,) = node.args
-                assert isinstance(packed, Node)
+                packed = PackedCall.at(node).packed
                 self.state[node], self.plans[node] = self.state[packed], self.plans[packed]
             elif node.target is logical.permute_channels:
                 x, order = node.args
@@ -153,40 +155,40 @@ class _Binder:
                 self._unpack(node)
 
     def _append(self, node: Node) -> None:
-        past, new, plan, *_ = node.args
-        assert isinstance(plan, str)
-        self.plans[node] = TensorPlan.parse(plan)
+        call = AppendCall.at(node)
+        past, new = call.past, call.new
+        self.plans[node] = call.parsed
         if (static := node.meta.get("static")) is not None:
             self.statics.append(self._static_step(static))
         if past is None:
-            stored, ranges = str(self._stored(node)), node.kwargs.get("ranges")
-            state = add_call(self.graph, ops.pack.default, new, stored, ranges)
+            stored = str(self._stored(node))
+            state = add_call(self.graph, ops.pack.default, new, stored, call.ranges)
             self.state[node] = [
                 self._with_example(self.graph.call_function(operator.getitem, (state, i)), value)
                 for i, value in enumerate(state.meta["example_value"])
             ]
             if self.plans[node].rope is not None:
-                self.state[node].insert(-1, self.rotary.packed(node, stored))
+                self.state[node].append(self.rotary.packed(node, stored))
             return
-        assert isinstance(past, Node)
-        own = self.state[past]
+        layout, own = self.plans[node].layout, self._own(past)
         if self.plans[node].rope is not None:
-            self.rotary.append(node, ends=own[-1])
-            own = [*own[:-2], own[-1]]
-        if self.plans[node].levels:
-            own = self.chunks.part(own, self.plans[node].extended_names, self.plans[node])
-        turned = (self.rotary.kept(node), rope) if (rope := node.kwargs.get("rope")) else ()
-        add_call(self.graph, ops.append.default, own, new, plan, *turned)
+            self.rotary.append(node, ends=own[layout.names.index("segment_ends")])
+        turned = () if call.rope is None else (self.rotary.kept(node), call.rope)
+        add_call(self.graph, op_of(self.plans[node], "append"), own, new, call.plan, *turned)
         self.state[node] = self.state[past]
 
+    def _own(self, packed: Node) -> list[Node]:
+        """The nodes of the state but for what all layers share."""
+        return self.state[packed][: len(self.plans[packed].layout.own)]
+
     def _reorder(self, node: Node) -> None:
-        past, new, text, *_ = node.args
-        assert isinstance(new, Node)
-        plan = self.plans[node] = TensorPlan.parse(str(text))
+        call = AppendCall.at(node)
+        past, new, text = call.past, call.new, call.plan
+        self.plans[node] = call.parsed
         slots = self.chunks.slots(node, new)
-        if isinstance(past, Node):
+        if past is not None:
             self.state[node] = self.state[past]
-            own = self.chunks.part(self.state[past], plan.made_names, plan)
+            own = self._own(past)
             add_call(self.graph, ops.extend_chunks.default, own, new, slots, text)
             return
         made = add_call(self.graph, ops.reorder_chunks.default, new, slots, text)
@@ -215,24 +217,26 @@ class _Binder:
 
     def _stored(self, node: Node) -> TensorPlan:
         """The plan by which the first prompt of an ``append`` is packed."""
-        whole = len(node.args) > 3 and node.args[3]
+        whole = AppendCall.at(node).whole
         return replace(self.plans[node], keep=None) if whole else self.plans[node]
 
     def _attention(self, node: Node) -> None:
-        q, keys, values, mask, scale, *variant = node.args
-        assert isinstance(keys, Node)
-        assert isinstance(values, Node)
+        call = AttentionCall.at(node)
+        keys, values = call.keys, call.values
         plans = (str(self.plans[keys]), str(self.plans[values]))
         bound = add_call(
             self.graph,
-            ops.attention.default,
-            q,
+            op_of(self.plans[keys], "attention"),
+            call.q,
             self.state[keys],
             self.state[values],
-            mask,
-            scale,
+            call.mask,
+            call.scale,
             *plans,
-            *variant,
+            call.sinks,
+            call.causal,
+            call.window,
+            call.softcap,
         )
         bound.meta = {**node.meta, "example_value": bound.meta["example_value"]}
         node.replace_all_uses_with(bound)
@@ -244,18 +248,17 @@ class _Binder:
 
     def _past(self, packed: Node) -> int:
         """The argument that an ``append`` extends."""
-        past = packed.args[0]
-        assert isinstance(past, Node)
+        past = AppendCall.at(packed).past
+        assert past is not None
         return self.positions[past]
 
     def _unpack(self, node: Node) -> None:
-        (packed,) = node.args
-        assert isinstance(packed, Node)
+        packed = PackedCall.at(node).packed
         example = node.meta["example_value"]
         tokens = symbol_node(self.graph, example.shape[2])
         bound = add_call(
             self.graph,
-            ops.unpack.default,
+            op_of(self.plans[packed], "unpack"),
             self.state[packed],
             tokens,
             str(self.plans[packed]),
@@ -273,13 +276,12 @@ class _Binder:
 
     def _order(self, packed: Node) -> ChannelOrder | None:
         """The order of the channels of a packed tensor."""
-        while packed.target is logical.slide:
-            (packed,) = packed.all_input_nodes
+        packed = behind_slides(packed)
         if packed.op == "placeholder":
             order: ChannelOrder | None = packed.meta["example_value"].order
             return order
-        constant = packed.args[4] if len(packed.args) > 4 else None
-        return ChannelOrder.of(constant_value(constant)) if isinstance(constant, Node) else None
+        constant = AppendCall.at(packed).order
+        return None if constant is None else ChannelOrder.of(constant_value(constant))
 
     def bind_constants(self) -> tuple[tuple[Fold, ...], tuple[Tensor, ...], tuple[Any, ...]]:
         """Makes arguments of permuted weights and of constants.
@@ -346,21 +348,18 @@ class _Binder:
 
     def _packed_output(self, result: Node, inner: list[Any]) -> Output:
         tokens = Size(result.meta["example_value"].shape[2], self.symbols)
-        while result.target is logical.slide:
-            (result,) = result.all_input_nodes
-        past, new, *_ = result.args
-        assert isinstance(new, Node)
-        example = new.meta["example_value"]
+        result = behind_slides(result)
+        call = AppendCall.at(result)
+        past, example = call.past, call.new.meta["example_value"]
         count = Size(example.shape[2], self.symbols)
         if past is None:
             plan, stored = self.plans[result], self._stored(result)
-            state, rotary = list(self.state[result]), None
-            if plan.rope is not None:
-                rotary = self._output_once(state.pop(-2), inner)
+            own = self._own(result)
+            shared = tuple(self._output_once(n, inner) for n in self.state[result][len(own) :])
             first = len(inner)
-            inner.extend(state)
+            inner.extend(own)
             order = self._order(result)
-            return FreshOutput(first, plan, stored, count, example.dtype, order, rotary)
-        if not isinstance(past, Node) or past not in self.arguments:
+            return FreshOutput(first, plan, stored, count, example.dtype, order, shared)
+        if past not in self.arguments:
             raise GraphError(f"{result.name} appends to {past}, which is not a cache argument.")
         return ExtendedOutput(self.arguments[past], count, tokens)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import Size
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.placement import Levels
 from kvpass.folding import Fold
+from kvpass.format.order import ChannelOrder
+from kvpass.format.tensor_plan import TensorPlan
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ExtendedOutput:
 class FreshOutput:
     """A cache tensor made of the results from ``first`` on, from ``new`` tokens.
 
-    ``stored`` is the plan by which they were packed, ``order`` that of their channels, ``rotary``
-    the result that holds cosines and sines.
+    ``stored`` is the plan by which they were packed, ``order`` that of their channels, ``shared``
+    the results that hold what all layers share.
     """
 
     first: int
@@ -45,7 +45,7 @@ class FreshOutput:
     new: Size
     dtype: torch.dtype
     order: ChannelOrder | None = None
-    rotary: int | None = None
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

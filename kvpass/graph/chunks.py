@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from kvpass._torch import Size, derived_source, fresh_size, same_size, symbol_positions
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.placement import Levels
 from kvpass.errors import PlanError
+from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.graph.binding import ChunkStep
+from kvpass.graph.logical_calls import AppendCall
 from kvpass.ops import logical
 
 # In tiles, of a segment; any number but 0 and 1 will do.
@@ -39,14 +39,10 @@ class ChunkBinder:
         self._slots: list[Node] = []
         self._new: Any = None
         found = graph.find_nodes(op="call_function", target=logical.reorder_chunks)
-        self._plans = [TensorPlan.parse(str(node.args[2])) for node in found]
+        plans = [AppendCall.at(node).parsed for node in found]
+        self._plans = [plan for plan in plans if isinstance(plan, ChunkedPlan)]
         self._pasts: list[int] = []
         self.examples: tuple[Any, ...] = ()
-
-    @staticmethod
-    def part(state: Sequence[Node], names: Sequence[str], plan: TensorPlan) -> list[Node]:
-        """The nodes of a state that ``names`` name."""
-        return [state[plan.state_names.index(name)] for name in names]
 
     def slots(self, node: Node, new: Node) -> list[Node]:
         """The arguments that hold the slots of the tokens ``new`` of ``node``.
@@ -57,11 +53,11 @@ class ChunkBinder:
         example = new.meta["example_value"]
         if not self._slots:
             self._new, levels = example, Levels.of(self._plans)
-            count = len(levels.labels)
+            count = len(levels.chunk_bits)
             self._slots = [self._argument(i, example, levels.tile) for i in range(count)]
             self.examples = tuple(n.meta["example_value"] for n in self._slots)
-        known, past = self._new, node.args[0]
-        if isinstance(past, Node):
+        known, past = self._new, AppendCall.at(node).past
+        if past is not None:
             self._pasts.append(self._positions[past])
         alike = same_size(example.shape[0], known.shape[0])
         alike = alike and same_size(example.shape[2], known.shape[2])

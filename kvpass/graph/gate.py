@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from kvpass.graph.attention_site import AttentionSite
 from kvpass.graph.pattern import As, Capture, Captures, Chain, Is, Link, call
-
-if TYPE_CHECKING:
-    from kvpass.graph.forms import AttentionSite
 
 _CAST = Link("cast", lambda x: call("to", input=x))
 _LAST = Is(lambda dim: dim == -1, "the last dimension")

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from kvpass._torch import symbol_node
-from kvpass.cache.packed import PackedKV
 from kvpass.errors import UnmatchedGraphError
+from kvpass.graph.logical_calls import PackedCall
 from kvpass.graph.pattern import op_name
 from kvpass.graph.reads import changes
 from kvpass.ops import logical
-
-
-def unpack_unknown_readers(graph: Graph) -> list[tuple[str, str]]:
-    """Puts ``unpack`` between a packed tensor and every reader that cannot read it, and computes
-    what is asked of its size from the graph's symbols.
-
-    Returns:
-        (packed node, reader) names of each such reader.
-    """
-    found = []
-    for node in [node for node in graph.nodes if is_packed(node)]:
-        for reader in [user for user in node.users if _is_size(user)]:
-            _replace_size(reader)
-        found += [(node.name, reader.name) for reader in decode_in_front(node)]
-    return found
+from kvpass.tensor.packed import PackedKV
 
 
 def unknown_readers(node: Node) -> list[Node]:
     """What reads the packed tensor ``node``, not its size alone, and needs it plain; in order."""
     known = (*logical.LOGICAL, "output")
     return sorted(user for user in node.users if user.target not in known and not _is_size(user))
+
+
+def size_readers(node: Node) -> list[Node]:
+    """What reads the size alone of the packed tensor ``node``."""
+    return [user for user in node.users if _is_size(user)]
 
 
 def decode_in_front(node: Node) -> list[Node]:
@@ -53,7 +44,7 @@ def decode_in_front(node: Node) -> list[Node]:
         )
     if readers:
         with node.graph.inserting_before(readers[0]):
-            plain = node.graph.call_function(logical.unpack, (node,))
+            plain = PackedCall(node).insert(node.graph)
         example = node.meta["example_value"]
         plain.meta["example_value"] = example.decode() if isinstance(example, PackedKV) else example
         for reader in readers:
@@ -66,12 +57,12 @@ def _is_size(reader: Node) -> bool:
     return sizes or isinstance(reader.meta.get("example_value"), int | torch.SymInt)
 
 
-def _replace_size(reader: Node) -> None:
+def replace_size(reader: Node) -> None:
     """Computes what ``reader`` asks of a packed tensor (``numel``, say) from the graph's
     symbols."""
     for part in list(reader.users):
         if op_name(part) == "getitem" and _is_size(part):
-            _replace_size(part)
+            replace_size(part)
     graph, value = reader.graph, reader.meta["example_value"]
     if reader.users:
         with graph.inserting_before(reader):

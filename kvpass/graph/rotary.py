@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kvpass.cache.residency import MAX_STEP
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.retention import MAX_STEP
 from kvpass.graph.calls import add_call
+from kvpass.graph.logical_calls import AppendCall
 from kvpass.ops import logical
 
 ops = torch.ops.kvpass
@@ -31,10 +32,11 @@ class RotaryBinder:
         self._appends: dict[Node, list[Node]] = {}
         self._rows: dict[Node, Node] = {}
         for node in appends:
-            if "rope" not in node.kwargs and isinstance(rows := node.kwargs.get("rows"), Node):
-                self._appends.setdefault(rows, []).append(node)
-                if isinstance(past := node.args[0], Node):
-                    self._rows[past] = rows
+            call = AppendCall.at(node)
+            if call.rope is None and call.rows is not None:
+                self._appends.setdefault(call.rows, []).append(node)
+                if call.past is not None:
+                    self._rows[call.past] = call.rows
         # By the rows that are appended, or the placeholder where none are.
         self._held: dict[Node, Node] = {}
         self._members: dict[Node, list[int]] = {}
@@ -59,7 +61,7 @@ class RotaryBinder:
 
     def kept(self, node: Node) -> Node:
         """The rows by which the ``append`` ``node`` turns new keys before it stores them."""
-        rows: Any = node.kwargs["rows"]
+        rows = _rows(node)
         if rows not in self._kept:
             with self._graph.inserting_after(rows):
                 self._kept[rows] = add_call(self._graph, ops.keep_rows.default, rows)
@@ -67,8 +69,8 @@ class RotaryBinder:
 
     def packed(self, node: Node, plan: str) -> Node:
         """The rows that the first prompt of the ``append`` ``node`` stores."""
-        rows: Any = node.kwargs["rows"]
-        p = TensorPlan.parse(plan)
+        rows = _rows(node)
+        p = parse_plan(plan)
         # All that the op asks of a plan.
         key = (rows, p.keep, p.residency.flush, p.tile)
         if key not in self._packed:
@@ -79,10 +81,22 @@ class RotaryBinder:
         """Appends the rows of the ``append`` ``node``, whose past ends at ``ends``, once: in front
         of what reads the first of the extended keys, or, in a prefill, which reads what it extends
         plain, behind what reads the last of the keys before."""
-        rows: Any = node.kwargs["rows"]
+        rows = _rows(node)
         appends = self._appends[rows]
         first = rows.meta["example_value"].shape[1] <= MAX_STEP
         if node is appends[0 if first else -1]:
             add_call(
-                self._graph, ops.append_rotary.default, self._held[rows], rows, ends, node.args[2]
+                self._graph,
+                ops.append_rotary.default,
+                self._held[rows],
+                rows,
+                ends,
+                AppendCall.at(node).plan,
             )
+
+
+def _rows(node: Node) -> Node:
+    """The cosines and sines of an ``append`` that has such."""
+    rows = AppendCall.at(node).rows
+    assert rows is not None
+    return rows

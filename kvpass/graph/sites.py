@@ -8,7 +8,8 @@ from typing import Literal
 
 from torch.fx import Graph, Node
 
-from kvpass.graph.forms import AttentionSite, find_attention, form_of
+from kvpass.graph.attention_site import AttentionSite
+from kvpass.graph.forms import find_attention, form_of
 from kvpass.graph.pattern import Miss, furthest, op_name
 from kvpass.graph.static import StaticUpdate, static_updates
 from kvpass.graph.updates import CacheUpdate, cache_update, recorded

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.fx import Graph
 
 from kvpass._torch import constant, source_name
-from kvpass.cache.packed import PackedKV
 from kvpass.graph.pattern import op_name
+from kvpass.tensor.packed import PackedKV
 
 _ATTENTION = ("sdpa", "softmax")
 # What transformers' cache layers are made with; their other numbers count tokens.
@@ -36,8 +36,8 @@ def specialize(graph: Graph) -> None:
 
 def _fix_packed(x: PackedKV) -> None:
     _fix_sizes(x, 0, 2)
-    growing = x.growing
-    for name in x.plan.state_names:
+    growing = x.plan.growing
+    for name in x.plan.layout.names:
         _fix_sizes(getattr(x, name), 0, growing.get(name, 0))
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from kvpass._torch import same_size
-from kvpass.cache.packed import PackedKV
 from kvpass.graph.pattern import Miss, argument, op_name
 from kvpass.graph.updates import is_cache_tensor, last_tokens, size_of, token_slice
+from kvpass.tensor.packed import PackedKV
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch import constant, source_name
-from kvpass.cache.packed import PackedKV
 from kvpass.graph.pattern import Miss, argument, op_name
+from kvpass.tensor.packed import PackedKV
 
 _CACHE_SOURCE = re.compile(r"\.(keys|values)$")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
-from kvpass.cache.packed import PackedKV
 from kvpass.errors import GraphError
+from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.packed_readers import is_packed
 from kvpass.ops import logical
+from kvpass.tensor.packed import PackedKV
 
 
 def verify_rewritten(graph: Graph) -> None:
@@ -24,15 +25,16 @@ def verify_rewritten(graph: Graph) -> None:
             ]
             if strange:
                 raise GraphError(f"{strange[0].name} reads {node.name}, which is packed.")
-        if "rope" in node.kwargs and ("/rope=" in str(node.args[2]) or "rows" not in node.kwargs):
-            raise GraphError(f"{node.name} cannot turn {node.args[1]} before it is stored.")
-        appends = (logical.append, logical.reorder_chunks)
-        if node.target in appends and node.args[0] is not None:
-            others = [u for u in node.args[0].users if u.target in appends]
+        if (call := AppendCall.of(node)) is None:
+            continue
+        if call.rope is not None and (call.parsed.rope is not None or call.rows is None):
+            raise GraphError(f"{node.name} cannot turn {call.new} before it is stored.")
+        if (past := call.past) is not None:
+            others = [u for u in past.users if AppendCall.of(u) is not None]
             if len(others) > 1:
-                raise GraphError(f"{node.args[0]} is appended to twice: {others}.")
-            example = node.args[0].meta.get("example_value")
-            if (getattr(example, "order", None) is None) == (len(node.args) == 5):
+                raise GraphError(f"{past} is appended to twice: {others}.")
+            example = past.meta.get("example_value")
+            if (getattr(example, "order", None) is None) != (call.order is None):
                 raise GraphError(f"{node.name} appends channels in another order than the past's.")
 
 

@@ -20,7 +20,7 @@ from kvpass._torch import (
     tree_leaves,
     written_arguments,
 )
-from kvpass.cache.packed import PackedKV
+from kvpass.tensor.packed import PackedKV
 
 _ASSIGNING = {operator.setitem}
 _ASSIGNING |= {

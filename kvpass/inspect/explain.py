@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from kvpass.cache.native import DECODES
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.size import held_bytes, stored_bits
 from kvpass.inspect.report import GraphReport, reports
+from kvpass.tensor.dispatch import DECODES
+from kvpass.tensor.packed import PackedKV
+from kvpass.tensor.size import held_bytes, stored_bits
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,9 @@ def describe(report: GraphReport) -> str:
         span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} layers)"
         lines.append(f"  {span}")
         lines += [f"    {text}" for text in texts]
+    identities = dict.fromkeys((e.rule, e.identity) for e in report.events if e.identity)
+    for rule, identity in identities:
+        lines += [f"  {rule}: {line}" for line in identity.split("\n")]
     if not report.events:
         lines.append("  nothing to rewrite: the graph runs unchanged")
     lines += _providers(report)

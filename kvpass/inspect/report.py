@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from kvpass.rules import Event
 
 if TYPE_CHECKING:
-    from kvpass.cache.packed import PackedKV
+    from kvpass.tensor.packed import PackedKV
     from lowering import Choice
 
 
@@ -63,7 +63,7 @@ class GraphReport:
         ops = {choice.op for choice in self.choices}
         if any("pack_after" in node.meta for node in self.after.graph.nodes):
             return "plain step"
-        if "append" in ops or "extend_chunks" in ops:
+        if ops & {"append", "append_chunks", "extend_chunks"}:
             return "decode"
         return "prefill" if "pack" in ops or "reorder_chunks" in ops else "no packed cache"
 

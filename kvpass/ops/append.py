@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.cache.residency import MAX_STEP
-from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.ops.library import define
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.state import State
+from kvpass.ops.library import define, returns_nothing
 from kvpass.ops.pack import fill_sinks, write_packed, write_window
-from kvpass.ops.reorder_chunks import append_exact
 from kvpass.ops.rotary import rotated
 
 SCHEMA = "append(Tensor(a!)[] state, Tensor new, str plan, Tensor? rows=None, str? rope=None) -> ()"
@@ -43,29 +42,27 @@ def append(
     first. Cost is O(new tokens).
 
     Args:
-        state: see `kvpass.ops.pack.empty_state`; room for the packed tokens must exist. Where a
-            plan has levels, exact tokens and ends (see `kvpass.ops.reorder_chunks`).
+        state: see `kvpass.format.state.State`, without what all layers share; room for the packed
+            tokens must exist.
         new: ``[B, H, n, D]``.
         plan: a printed `TensorPlan`.
         rows: ``[B or 1, n, R]`` of new tokens that are keys before their rotary embedding, see
-            `kvpass.cache.rope.Rope`; None if nothing is to be turned.
+            `kvpass.format.rope.Rope`; None if nothing is to be turned.
         rope: a printed `Rope`: how they are turned before they are stored.
     """
     if rows is not None and rope is not None:
         new = rotated(new, rows, rope)
-    p, n = TensorPlan.parse(plan), new.shape[2]
-    if p.levels:
-        append_exact(state, new)
-        return
+    s, n = State.of(state, plan), new.shape[2]
+    p, ends = s.plan, s.segment_ends
     if p.codec.identity:
-        (total,) = row_ends(state[-1])
-        write_packed(state, p, total, new)
-        state[-1].fill_(total + n)
+        (total,) = row_ends(ends)
+        write_packed(s, total, new)
+        ends.fill_(total + n)
         return
     if p.sinks:
-        new = fill_sinks(state, p, row_ends(state[-1])[-1], new)
-    *_, packed, total = row_ends(state[-1])
-    window = state[2]
+        new = fill_sinks(s, row_ends(ends)[-1], new)
+    *_, packed, total = row_ends(ends)
+    window = s.window
     if n <= MAX_STEP:
         due = p.residency.due(total - packed, packed - p.sinks)
         oldest = read_window(window, packed, packed + due)
@@ -76,21 +73,11 @@ def append(
         oldest = tail[:, :, :due]
         start, rest = packed + due, tail[:, :, due:]
     if due:
-        write_packed(state, p, packed, oldest)
+        write_packed(s, packed, oldest)
         # Before the window is written: an interrupt in between must not lose what was packed.
-        state[-1][:, -2] = packed + due
+        ends[:, -2] = packed + due
     write_window(window, start, rest)
-    state[-1][:, -1] = total + new.shape[2]
+    ends[:, -1] = total + new.shape[2]
 
 
-def append_fake(
-    state: list[Tensor],
-    new: Tensor,
-    plan: str,
-    rows: Tensor | None = None,
-    rope: str | None = None,
-) -> None:
-    """Nothing is returned."""
-
-
-define(SCHEMA, append, append_fake)
+define(SCHEMA, append, returns_nothing)

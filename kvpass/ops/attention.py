@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.state import State
 from kvpass.ops.append import row_ends
 from kvpass.ops.library import define
 from kvpass.ops.unpack import unpack
@@ -40,7 +40,7 @@ def attention(
 
     Args:
         q: ``[B, Hq, n, D]``; ``Hq`` a multiple of the KV heads ``H``.
-        keys, values: states, see `kvpass.ops.pack.empty_state`.
+        keys, values: states, see `kvpass.format.state.State`.
         mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, n, L]`` (further
             columns are not looked at: a static cache's mask covers its whole buffer); None: all
             visible.
@@ -56,7 +56,22 @@ def attention(
     """
     n = q.shape[2]
     k, v = _dense(keys, k_plan, n, q.dtype), _dense(values, v_plan, n, q.dtype)
-    b, heads, _, d = q.shape
+    return dense_attention(q, k, v, mask, scale, sinks, causal, window, softcap)
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """`attention` over plain keys and values ``[B, H, L, D]``."""
+    b, heads, n, d = q.shape
     groups = heads // k.shape[1]
     rows = q.reshape(b, k.shape[1], groups * n, d)
     mask = _bounded(mask, n, k.shape[2], causal, window, q.device)
@@ -75,15 +90,11 @@ def attention(
 
 
 def _dense(state: list[Tensor], plan: str, n: int, dtype: torch.dtype) -> Tensor:
-    p = TensorPlan.parse(plan)
-    if p.levels:
-        # Attention knows no order of its tokens: in theirs the mask fits as it is.
-        return unpack(state, sum(row_ends(state[-1])), plan, dtype)
-    total = row_ends(state[-1])[-1]
+    s = State.of(state, plan)
+    p, total = s.plan, row_ends(s.segment_ends)[-1]
     if p.codec.identity and p.keep is None and p.rope is None:
-        return state[0][:, :, :total]
-    tokens = p.visible(total, n)
-    return unpack(state, tokens, plan, dtype)
+        return s.codes[:, :, :total]
+    return unpack(state, p.visible(total, n), plan, dtype)
 
 
 def _bounded(
@@ -157,8 +168,7 @@ def attention_fake(
     *_: object,
 ) -> Tensor:
     """Shape of `attention`."""
-    like = values[0] if TensorPlan.parse(v_plan).codec.identity else values[2]
-    return q.new_empty((*q.shape[:3], like.shape[3]))
+    return q.new_empty((*q.shape[:3], State.of(values, v_plan).tokens.shape[3]))
 
 
 define(SCHEMA, attention, attention_fake)

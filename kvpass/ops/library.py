@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 
+from kvpass.format.tensor_plan import TensorPlan
+
 LIBRARY = torch.library.Library("kvpass", "DEF")
 # The name of each op, by what an FX node's target is.
 NAMES: dict[Any, str] = {}
 # What each op means, by its name.
 REFERENCES: dict[str, Callable[..., Any]] = {}
+# The schema and the fake of each op, by its name.
+SCHEMAS: dict[str, str] = {}
+FAKES: dict[str, Callable[..., Any]] = {}
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -26,4 +31,13 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
     LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kvpass::{name}", fake, lib=LIBRARY)
     NAMES[getattr(torch.ops.kvpass, name).default] = name
-    REFERENCES[name] = reference
+    REFERENCES[name], SCHEMAS[name], FAKES[name] = reference, schema, fake
+
+
+def op_of(plan: TensorPlan, name: str) -> Any:
+    """The op that does ``append``, ``attention`` or ``unpack`` on tokens stored by ``plan``."""
+    return getattr(torch.ops.kvpass, plan.op(name)).default
+
+
+def returns_nothing(*_: object, **__: object) -> None:
+    """The fake of an op that only changes its arguments."""

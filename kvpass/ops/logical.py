@@ -13,14 +13,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvpass.cache import native
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.call import place
 from kvpass.cocktail.placement import Levels
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.order import ChannelOrder
+from kvpass.format.parse import parse_plan
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
+from kvpass.ops.library import op_of
 from kvpass.ops.rotary import rotated
+from kvpass.tensor import native
+from kvpass.tensor.chunked import ChunkedKV
+from kvpass.tensor.packed import PackedKV
 
 
 def append(
@@ -42,7 +45,7 @@ def append(
     ``ranges``: params ``[H, 1, D]`` of a first prompt's codec, if they are calibrated.
 
     ``rows``: cosines and sines of ``new``, which is not turned by them yet, see
-    `kvpass.cache.rope.Rope`. They are kept beside it, if it is turned when it is read.
+    `kvpass.format.rope.Rope`. They are kept beside it, if it is turned when it is read.
 
     ``rope``: how ``new`` is turned by its rows before it is stored.
 
@@ -52,22 +55,22 @@ def append(
     if rows is not None and rope is not None:
         new, rows = rotated(new, rows, rope), None
     if past is None:
-        p, tokens = TensorPlan.parse(plan), new.shape[2]
+        p, tokens = parse_plan(plan), new.shape[2]
         stored = replace(p, keep=None) if whole else p
         state = torch.ops.kvpass.pack.default(new, str(stored), ranges)
         if rows is not None:
-            state.insert(-1, torch.ops.kvpass.pack_rotary.default(rows, str(stored)))
+            state.append(torch.ops.kvpass.pack_rotary.default(rows, str(stored)))
         kept = None if order is None else ChannelOrder.of(order)
         return PackedKV.of_prompt(state, p, tokens, new.dtype, kept, stored)
     if past.plan.room is not None:
-        torch.ops.kvpass.append.default(past.state, new, plan)
+        torch.ops.kvpass.append.default(past.own, new, plan)
         past.written += new.shape[2]
         return past
     past.check()
     copy = cast(PackedKV, past.clone())
     if rows is not None:
-        copy.reserve_rotary(rows.shape[1], copy.shape[2] + rows.shape[1])
-        torch.ops.kvpass.append_rotary.default(copy.rotary, rows, copy.ends, plan)
+        copy.reserve_cos_sin(rows.shape[1], copy.shape[2] + rows.shape[1])
+        torch.ops.kvpass.append_rotary.default(copy.cos_sin, rows, copy.segment_ends, plan)
     return native.extend(copy, new)
 
 
@@ -87,7 +90,7 @@ def attention(
     in that of the values'."""
     plans = (str(keys.plan), str(values.plan))
     variant = (sinks, causal, window, softcap)
-    out: Tensor = torch.ops.kvpass.attention.default(
+    out: Tensor = op_of(keys.plan, "attention")(
         q, keys.state, values.state, mask, scale, *plans, *variant
     )
     return out
@@ -100,15 +103,16 @@ def reorder_chunks(
     whole: bool = False,
     order: Tensor | None = None,
 ) -> PackedKV:
-    """`append` of a prompt by a plan with levels: ``new`` ``[B, H, n, D]`` in the order of the bits
-    that `kvpass.cocktail.use` has set for its chunks; see `kvpass.ops.reorder_chunks`."""
-    if past is not None:
+    """`append` of a prompt by a `ChunkedPlan`: ``new`` ``[B, H, n, D]`` in the order of the bits
+    that `kvpass.cocktail.use` has set for its chunks; see `kvpass.ops.chunks`."""
+    p = parse_plan(plan)
+    assert isinstance(p, ChunkedPlan)
+    if isinstance(past, ChunkedKV):
         past.check()
-        copy = cast(PackedKV, past.clone())
-        placed = place([copy], Levels.of([copy.plan]), new.shape[0], new.shape[2], new.device)
-        torch.ops.kvpass.extend_chunks.default(copy.made, new, placed.slots, plan)
+        copy = cast(ChunkedKV, past.clone())
+        placed = place([copy], Levels.of([p]), new.shape[0], new.shape[2], new.device)
+        torch.ops.kvpass.extend_chunks.default(copy.own, new, placed.slots, plan)
         return placed.extended(copy.extended(new.shape[2]))
-    p = TensorPlan.parse(plan)
     placed = place([], Levels.of([p]), new.shape[0], new.shape[2], new.device)
     made = torch.ops.kvpass.reorder_chunks.default(new, placed.slots, plan)
     kept = None if order is None else ChannelOrder.of(order)

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kvpass.cache.filters import empty_kept, keep
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.filters import keep
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import encode
+from kvpass.format.state import State, empty_state
 from kvpass.ops.library import define
 
 SCHEMA = "pack(Tensor new, str plan, Tensor? ranges=None) -> Tensor[]"
-
-
-def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> list[Tensor]:
-    """Unwritten state with room for ``tokens`` packed tokens shaped like ``new`` ``[B, H, T, D]``.
-
-    Returns:
-        The tensors that `TensorPlan.own_names` names: codes ``[B, H, C, W]`` (int16 words, or
-        the model's dtype and ``W = D`` for the identity), params int32 or int16 (see
-        `kvpass.cache.codec`), window ``[B, H, ring, D]``, whose slot ``t % ring`` holds token
-        ``t`` (for how many, see `TensorPlan.slots`), sinks ``[B, H, S, D]``, the first ``S`` tokens
-        where the plan has sinks, outliers int32 ``[B, C, N]`` of the packed tokens, where the codec
-        has them, kept ``[B, H, N, D]`` and places, int32 ``[B, H, N]``, exact tokens and their
-        positions (-1: none) where it has a filter, and ends,
-        int32 ``[B, segments]``: the position at which each segment ends. Segment ``i`` holds tokens
-        ``ends[i-1] ... ends[i]``, packed token ``t`` at slot ``(t - S) % C`` (``t - S`` itself,
-        unless a window slides).
-    """
-    b, h, _, d = new.shape
-    codec, c = plan.codec, plan.capacity(tokens)
-    ends = new.new_empty((b, len(plan.segments)), dtype=torch.int32)
-    if codec.identity:
-        return [new.new_empty((b, h, c, d)), ends]
-    codes = new.new_empty((b, h, c, codec.words(d)), dtype=torch.int16)
-    shape = codec.groups.shape(b, h, c, d)
-    shape = shape if codec.axis == "channel" else (*shape[:2], shape[3], shape[2])
-    params = new.new_empty(shape, dtype=codec.param_dtype)
-    ring = plan.slots(new.shape[2] - plan.sinks)
-    exact = [new.new_empty((b, h, ring, d))]
-    if plan.sinks:
-        exact.append(new.new_empty((b, h, plan.sinks, d)))
-    if codec.outliers:
-        exact.append(new.new_empty((b, c, codec.outliers), dtype=torch.int32))
-    if plan.kept:
-        exact += empty_kept(new, plan.kept)
-    return [codes, params, *exact, ends]
 
 
 def ring_runs(start: int, count: int, ring: int) -> list[tuple[int, int, int]]:
@@ -64,39 +30,38 @@ def ring_runs(start: int, count: int, ring: int) -> list[tuple[int, int, int]]:
     return runs
 
 
-def write_packed(state: list[Tensor], plan: TensorPlan, start: int, x: Tensor) -> None:
+def write_packed(state: State, start: int, x: Tensor) -> None:
     """Encodes tokens ``x`` ``[B, H, n, D]`` into the packed segment from position ``start`` on."""
-    codec, codes = plan.codec, state[0]
-    for slot, offset, n in ring_runs(start - plan.sinks, x.shape[2], codes.shape[2]):
+    plan, layout = state.plan, state.layout
+    for slot, offset, n in ring_runs(start - plan.sinks, x.shape[2], state.capacity):
         part = x[:, :, offset : offset + n]
-        if codec.identity:
-            codes[:, :, slot : slot + n] = part
-            continue
-        words, params, *extra = codec.encode(part, state[1] if codec.offline else None)
-        codes[:, :, slot : slot + n] = words
-        if codec.axis == "token":
-            state[1][:, :, :, slot : slot + n] = params
-        elif not codec.offline:
-            g = codec.group
-            state[1][:, :, slot // g : (slot + n) // g] = params
-        if extra:
-            outliers_of(state, plan)[:, slot : slot + n] = extra[0]
+        for name, encoded in _encoded(state, part).items():
+            layout[name].tokens(state[name], slot, n).copy_(encoded)
     if plan.residency.filter is not None:
-        keep(state[-3], state[-2], plan.residency.filter, start, x)
+        keep(state.retained, state.positions, plan.residency.filter, start, x)
 
 
-def outliers_of(state: list[Tensor], plan: TensorPlan) -> Tensor:
-    """The tensor of outliers in a state that has one."""
-    return state[plan.own_names.index("outliers")]
+def _encoded(state: State, x: Tensor) -> dict[str, Tensor]:
+    """What the fields of packed tokens hold of ``x``."""
+    codec = state.plan.codec
+    if codec.identity:
+        return {"codes": x}
+    if codec.offline:
+        words, _, *extra = encode(codec, x, state.qparams)
+        found = {"codes": words}
+    else:
+        words, qparams, *extra = encode(codec, x)
+        found = {"codes": words, "qparams": qparams}
+    return found | dict(zip(("outliers",), extra, strict=False))
 
 
-def fill_sinks(state: list[Tensor], plan: TensorPlan, total: int, new: Tensor) -> Tensor:
+def fill_sinks(state: State, total: int, new: Tensor) -> Tensor:
     """Of the tokens ``new`` ``[B, H, n, D]`` behind ``total`` others, stores those that are sinks,
     and ends all segments behind them; returns the other new tokens."""
-    count = min(max(plan.sinks - total, 0), new.shape[2])
+    count = min(max(state.plan.sinks - total, 0), new.shape[2])
     if count:
-        state[3][:, :, total : total + count] = new[:, :, :count]
-        state[-1].fill_(total + count)
+        state.sinks[:, :, total : total + count] = new[:, :, :count]
+        state.segment_ends.fill_(total + count)
     return new[:, :, count:]
 
 
@@ -115,10 +80,11 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
         ranges: params ``[H, 1, D]`` of a codec whose ranges are calibrated.
 
     Returns:
-        The state, see `empty_state`: whole flushes behind the sinks packed, the rest exact in the
-        window. Where a window slides, positions count from the oldest flush that it still touches.
+        The state, see `kvpass.format.state.State`, without what all layers share: whole flushes
+        behind the sinks packed, the rest exact in the window. Where a window slides, positions
+        count from the oldest flush that it still touches.
     """
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     p.one_codec()
     new = new[:, :, p.skipped(new.shape[2]) :]
     tokens = new.shape[2]
@@ -126,22 +92,22 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     state = empty_state(new, p, packed)
     if p.codec.offline:
         assert ranges is not None
-        state[1].copy_(ranges)
+        state.qparams.copy_(ranges)
     if p.sinks:
-        new = fill_sinks(state, p, 0, new)
+        new = fill_sinks(state, 0, new)
     first = tokens - new.shape[2]
-    write_packed(state, p, first, new[:, :, :packed])
+    write_packed(state, first, new[:, :, :packed])
     if not p.codec.identity:
-        write_window(state[2], first + packed, new[:, :, packed:])
-        state[-1][:, -2] = first + packed
-    state[-1][:, -1] = tokens
-    return state
+        write_window(state.window, first + packed, new[:, :, packed:])
+        state.segment_ends[:, -2] = first + packed
+    state.segment_ends[:, -1] = tokens
+    return state.tensors
 
 
 def pack_fake(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     """Shapes of `pack`."""
-    p, tokens = TensorPlan.parse(plan), new.shape[2]
-    return empty_state(new, p, p.packed(tokens - p.skipped(tokens)))
+    p, tokens = parse_plan(plan), new.shape[2]
+    return empty_state(new, p, p.packed(tokens - p.skipped(tokens))).tensors
 
 
 define(SCHEMA, pack, pack_fake)

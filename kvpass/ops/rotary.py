@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.cache.rope import Rope
-from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.ops.library import define
+from kvpass.format.parse import parse_plan
+from kvpass.format.rope import Rope
+from kvpass.ops.library import define, returns_nothing
 
 PACK = "pack_rotary(Tensor rows, str plan) -> Tensor"
 KEEP = "keep_rows(Tensor rows) -> Tensor"
@@ -19,13 +19,13 @@ def pack_rotary(rows: Tensor, plan: str) -> Tensor:
     """Reference of ``kvpass::pack_rotary``.
 
     Args:
-        rows: of a first prompt's tokens, ``[B or 1, T, R]``, see `kvpass.cache.rope.Rope`.
+        rows: of a first prompt's tokens, ``[B or 1, T, R]``, see `kvpass.format.rope.Rope`.
         plan: a printed `TensorPlan` of the keys; those of all layers count tokens alike.
 
     Returns:
         ``[B or 1, C, R]``, the row of the token at position ``t`` at ``t % C``.
     """
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     rows = rows[:, p.skipped(rows.shape[1]) :]
     rotary = pack_rotary_fake(rows, plan)
     rotary[:, : rows.shape[1]] = rows
@@ -34,7 +34,7 @@ def pack_rotary(rows: Tensor, plan: str) -> Tensor:
 
 def pack_rotary_fake(rows: Tensor, plan: str) -> Tensor:
     """Shape of `pack_rotary`."""
-    p, tokens = TensorPlan.parse(plan), rows.shape[1]
+    p, tokens = parse_plan(plan), rows.shape[1]
     room = p.capacity(tokens - p.skipped(tokens))
     return rows.new_empty((rows.shape[0], room, rows.shape[2]))
 
@@ -54,10 +54,6 @@ def append_rotary(rotary: Tensor, rows: Tensor, ends: Tensor, plan: str) -> None
         # Without asking the device for the position.
         slots = ends[0, -1] + torch.arange(first, first + count, device=rows.device)
         rotary.index_copy_(1, slots % rotary.shape[1], rows[:, first:])
-
-
-def append_rotary_fake(rotary: Tensor, rows: Tensor, ends: Tensor, plan: str) -> None:
-    """Nothing is returned."""
 
 
 def read_rows(rotary: Tensor, start: int, end: int) -> Tensor:
@@ -84,4 +80,4 @@ def keep_rows_fake(rows: Tensor) -> Tensor:
 
 define(KEEP, keep_rows, keep_rows_fake)
 define(PACK, pack_rotary, pack_rotary_fake)
-define(APPEND, append_rotary, append_rotary_fake)
+define(APPEND, append_rotary, returns_nothing)

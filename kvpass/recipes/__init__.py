@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from kvpass.errors import OptionError, shown, unknown
-from kvpass.plan import Plan
 from kvpass.recipes.auto import Auto as Auto
 from kvpass.recipes.base import Recipe as Recipe
 from kvpass.recipes.cocktail import Cocktail as Cocktail
@@ -106,7 +105,3 @@ def _plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-# What can say how a layer is stored.
-Planner = Recipe | Plan

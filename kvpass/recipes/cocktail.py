@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpass.cache.codec import BITS, FP, Codec
-from kvpass.cache.groups import Axis
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail.bits import ChunkBits
 from kvpass.cocktail.search import chunk_bits
 from kvpass.errors import OptionError, PlanError, shown
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.codec import BITS, FP, Codec
+from kvpass.format.groups import Axis
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
 
@@ -97,7 +98,7 @@ class Cocktail(Recipe):
         fewest, *others = self.levels[:-1]
         more = (Codec(bits, axis, group) for bits in others)
         levels = (Codec(fewest, axis, group, clip=float(clip)), *more)
-        return TensorPlan(levels=levels, chunk=self.chunk)
+        return ChunkedPlan(chunk_codecs=levels, chunk=self.chunk)
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """Keys per channel, values per token, of every level."""

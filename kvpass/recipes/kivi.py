@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.residency import Residency
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import OptionError, shown
+from kvpass.format.codec import Codec
+from kvpass.format.retention import Residency
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
 

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.residency import Residency
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.importance import means
 from kvpass.calibration.seen import STORED, Pass, Stored, layer_dims, layer_shapes
 from kvpass.errors import OptionError, shown
+from kvpass.format.codec import Codec
+from kvpass.format.retention import Residency
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe
 from kvpass.recipes.kivi import Kivi
@@ -38,7 +38,7 @@ class Kvmix(CalibratedRecipe):
         group: as KIVI's.
         exact: which tokens stay so: those of a "window"; a "pivotal" ratio of the exact ones at
             each step, as the paper's rule is written, which soon leaves a few; or a "fraction" of
-            all, as its text promises. See `kvpass.cache.residency.Residency`.
+            all, as its text promises. See `kvpass.format.retention.Residency`.
         residual: tokens of the window, as KIVI's.
         ratio, more_ratio: of the tokens that stay exact, in most and in the important layers.
         packing: of 3 bits: "3-bit", which loses nothing, or "11-per-int32", as the paper has it.

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.encoding import normalized, offline_params
-from kvpass.cache.ranges import ChannelRanges
-from kvpass.cache.residency import Residency
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.levels import Levels
 from kvpass.calibration.seen import Pass, Seen, SeenGradient
 from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import OptionError, shown
+from kvpass.format.codec import Codec
+from kvpass.format.quantize import normalized, offline_params
+from kvpass.format.ranges import ChannelRanges
+from kvpass.format.retention import Residency
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe
 

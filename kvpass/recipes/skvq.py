@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.residency import Residency
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.calibration.channels import Ranges, cluster
 from kvpass.calibration.clipping import ClipSearch
 from kvpass.calibration.seen import Pass, Rotation, Seen
 from kvpass.errors import OptionError, PlanError, shown
+from kvpass.format.codec import Codec
+from kvpass.format.order import ChannelOrder
+from kvpass.format.retention import Residency
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import Recipe
 

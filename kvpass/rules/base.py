@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.ranges import ChannelRanges
+from kvpass.format.order import ChannelOrder
+from kvpass.format.ranges import ChannelRanges
 from kvpass.graph.aliases import changed_storages
 from kvpass.graph.masks import Masks
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.sites import Sites
 from kvpass.graph.writes import Writes
-from kvpass.plan import LayerPlan
-from kvpass.recipes import Planner, Recipe
+from kvpass.plan import LayerPlan, Planner
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Event:
         fired: False if the rule refused.
         detail: what was done, or why it was refused and where.
         required: whether a refusal leaves a part of the cache unpacked or decoded.
+        identity: see `Rule`.
     """
 
     rule: str
@@ -39,6 +40,17 @@ class Event:
     fired: bool
     detail: str
     required: bool = True
+    identity: str = ""
+
+
+def origin_of(packed: Node) -> Node | None:
+    """The cat or static buffer that a packed node stands for; None for a cache argument."""
+    origin: Node | None = packed.meta.get("origin")
+    return origin
+
+
+# The name of a provider, and those that decline, with their reasons.
+ServedBy = Callable[[Node], tuple[str, tuple[tuple[str, str], ...]]]
 
 
 @dataclass
@@ -49,12 +61,14 @@ class Context:
         graph: the graph.
         sites: the analysis, by nodes of the original graph.
         planner: says how each layer is stored.
-        packed: the ``append`` node that stands for each rewritten cat.
+        packed: the ``append`` node that stands for each rewritten cat or static buffer.
         orders: in which order the channels of a cache tensor that is still empty are to be stored,
             by the cat or the static buffer.
         ranges: of cache tensors that are still empty and have calibrated ones, likewise.
         rows: the cosines and sines that keys get when they are read, by those of the graph.
         warnings: what the user should be told.
+        refused: why a rule was refused at a node, the first one.
+        served_by: the provider of a node of a bound graph, and why better ones decline.
     """
 
     graph: Graph
@@ -65,6 +79,13 @@ class Context:
     ranges: dict[Node, ChannelRanges] = field(default_factory=dict)
     rows: dict[tuple[object, object, str], Node] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    refused: dict[Node, str] = field(default_factory=dict)
+    served_by: ServedBy = lambda node: ("aten", ())
+
+    def replaced(self, origin: Node, packed: Node) -> None:
+        """Notes that ``packed`` stands for ``origin``, a cat or a static buffer of `sites`."""
+        self.packed[origin] = packed
+        packed.meta["origin"] = origin
 
     @cached_property
     def writes(self) -> Writes:
@@ -89,7 +110,7 @@ class Context:
         self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]
     ) -> LayerPlan:
         """The plan of a layer with these head dimensions and (query, KV) heads."""
-        if isinstance(self.planner, Recipe) and (concern := self.planner.concern(*heads)):
+        if concern := self.planner.concern(*heads):
             self.warnings.append(f"{path}: {concern}")
         plan = self.planner.layer_plan(path, key_dim, value_dim)
         plan.check(path, key_dim, value_dim, heads[1])
@@ -97,14 +118,17 @@ class Context:
 
 
 class Rule(ABC):
-    """A local rewrite. Subclasses state their identity in a comment above the class.
+    """A local rewrite.
 
     Attributes:
+        name: as `kvpass.explain` prints it.
+        identity: what it rewrites to what, one equation a line: ``=`` is exact, ``~`` is lossy.
         required: whether a refusal leaves a part of the cache unpacked or decoded; if not, it only
             costs time, and is neither warned of nor against ``strict``.
     """
 
     name: ClassVar[str]
+    identity: ClassVar[str] = ""
     required: ClassVar[bool] = True
 
     @abstractmethod

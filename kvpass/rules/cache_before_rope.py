@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from kvpass._torch import same_shape
-from kvpass.cache.rope import Rope
+from kvpass.format.rope import Rope
 from kvpass.graph.calls import add_call
+from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.pattern import Captures, Miss, argument, op_name
 from kvpass.graph.reads import VIEWS
-from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
 from kvpass.rules.fuse_attention import erase_unread
 from kvpass.rules.pushes.base import shape_of
@@ -51,30 +51,26 @@ class Turned:
     rope: Rope
 
 
-# append(past, rope(x, cos, sin))  =  append'(past, x, rows(cos, sin))
-#
-# where append' keeps x and the rows, one for all layers, and whatever reads the cache turns x by
+# Where append' keeps x and the rows, one for all layers, and whatever reads the cache turns x by
 # its row: rope is a function of each token alone.
 class CacheBeforeRope(Rule):
     """Moves the boundary of the cache above the rotary embedding (KVQuant, section 3.2)."""
 
     name = "cache_before_rope"
+    identity = "append(past, rope(x, cos, sin))  =  append'(past, x, rows(cos, sin))"
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to appends whose plan says so."""
-        if node.target is not logical.append or "rows" in node.kwargs:
+        call = AppendCall.of(node)
+        if call is None or call.rows is not None or call.parsed.rope is None:
             return None
-        _, new, plan, *_ = node.args
-        if "/rope=" not in str(plan):
-            return None
-        assert isinstance(new, Node)
-        found = turned(new)
+        found = turned(call.new)
         return found if isinstance(found, Miss) else {"turned": found}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
-        past, new, *rest = node.args
-        assert isinstance(new, Node)
+        """Makes the right side of `identity` of its left side."""
+        call = AppendCall.at(node)
+        new = call.new
         found_rope: Turned = found["turned"]
         x = found_rope.parts[0]
         if len(found_rope.parts) > 1:
@@ -83,8 +79,7 @@ class CacheBeforeRope(Rule):
         if x.meta["example_value"].dtype != new.meta["example_value"].dtype:
             with context.graph.inserting_before(new):
                 x = add_call(context.graph, "to", x, new.meta["example_value"].dtype)
-        node.args = (past, x, *rest)
-        node.kwargs = {**node.kwargs, "rows": shared_rows(found_rope, context)}
+        replace(call, new=x, rows=shared_rows(found_rope, context)).write(node)
         erase_unread(new, ERASABLE)
         return f"stored before the rotary embedding of {found_rope.rope}"
 

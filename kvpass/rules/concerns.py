@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch import is_subclass, is_traced
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.pattern import argument, op_name
 from kvpass.graph.sites import module_path
 from kvpass.rules.base import Context
@@ -47,10 +47,10 @@ def bias_warnings(context: Context, biases: dict[Node, float]) -> list[str]:
     told = []
     for cat, largest in biases.items():
         packed = context.packed.get(cat)
-        plan = None if packed is None else TensorPlan.parse(str(packed.args[2]))
+        plan = None if packed is None else AppendCall.at(packed).parsed
         if plan is None or plan.rope is not None:
             continue
-        if plan.levels or not plan.codec.identity:
+        if not all(codec.identity for codec in plan.codecs):
             told.append(
                 f"{module_path(cat)}: the bias of its keys is up to {largest:.0f}; turned by the "
                 "rotary embedding it is most of their range, of which few bits keep little. Store "

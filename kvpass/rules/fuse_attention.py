@@ -9,13 +9,13 @@ import torch
 from torch.fx import Graph, Node
 
 from kvpass._torch import symbol_positions
+from kvpass.graph.attention_site import AttentionSite
 from kvpass.graph.calls import add_call, four_dimensional
-from kvpass.graph.forms import AttentionSite
+from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.packed_readers import unknown_readers
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.graph.scores import MaskStep
 from kvpass.graph.static import StaticUpdate
-from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
 
 # What the forms of attention in `kvpass.graph.forms` are made of; none has a side effect there.
@@ -46,16 +46,17 @@ ERASABLE |= {"logsumexp", "sigmoid", "tanh", "tensor", "to", "transpose", "unsqu
 ERASABLE |= {"zeros"}
 
 
-# sdpa(q, repeat(K), repeat(V), mask, scale)                 =  attention(q, K, V, mask, scale)
-# softmax(q @ repeat(K)^T * scale + mask) @ repeat(V)        =  attention(q, K, V, mask, scale)
-#
-# where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads
+# Where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads
 # sharing them. `kvpass.graph.scores` brings other scores into this form, with a soft cap and sinks
 # beside the mask.
 class FuseAttention(Rule):
     """Reads packed keys and values without decoding them first."""
 
     name = "fuse_attention"
+    identity = (
+        "sdpa(q, repeat(K), repeat(V), mask, scale)  =  attention(q, K, V, mask, scale)\n"
+        "softmax(q @ repeat(K)^T * scale + mask) @ repeat(V)  =  attention(q, K, V, mask, scale)"
+    )
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to known attentions whose keys and values are read packed."""
@@ -81,7 +82,7 @@ class FuseAttention(Rule):
         return {"site": site, "keys": keys, "values": values, **by}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
+        """Makes the right side of `identity` of its left side."""
         site: AttentionSite = found["site"]
         with context.graph.inserting_before(node):
             fused = attention_call(context.graph, site, found["keys"], found["values"])
@@ -136,9 +137,8 @@ def attention_call(graph: Graph, site: AttentionSite, keys: Node, values: Node) 
     if sinks is not None:
         sinks = add_call(graph, torch.flatten, sinks)
     mask = site.mask if site.mask is not None else _mask(graph, site)
-    arguments = (q, keys, values, mask, site.scale, sinks, False, 0, site.softcap)
-    plain = sinks is None and not site.softcap
-    return graph.call_function(logical.attention, arguments[:5] if plain else arguments)
+    call = AttentionCall(q, keys, values, mask, site.scale, sinks, softcap=site.softcap)
+    return call.insert(graph)
 
 
 def _mask(graph: Graph, site: AttentionSite) -> Node | None:

@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Node
 
 from kvpass._torch import same_shape
-from kvpass.cache.residency import MAX_STEP
+from kvpass.format.retention import MAX_STEP
+from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.pattern import Captures, Miss, op_name
-from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
 from kvpass.rules.cache_before_rope import CASTS, ERASABLE, Turned, last_turned, shared_rows
 from kvpass.rules.fuse_attention import erase_unread
 from kvpass.rules.pushes.base import shape_of
 
-# Where `logical.append` takes the order of the stored channels.
-_ORDER = 4
 
-
-# append(past, rope(x, cos, sin))  =  append(past, x, rows(cos, sin), rope)
-#
-# where the append turns x by its rows, one for all layers, in float32, and rounds once, which is
+# Where the append turns x by its rows, one for all layers, in float32, and rounds once, which is
 # what Inductor makes of the model's rope. For steps of up to MAX_STEP tokens: what a longer one
 # appends is read by its exact attention as well.
 class FuseRopeAppend(Rule):
     """Turns the keys of a step in the kernel that stores them."""
 
     name = "fuse_rope_append"
+    identity = "append(past, rope(x, cos, sin))  =  append(past, x, rows(cos, sin), rope)"
     required = False
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to appends to a cache that holds keys behind their rotary embedding."""
-        if node.target is not logical.append or node.args[0] is None or node.kwargs:
+        call = AppendCall.of(node)
+        if call is None or call.past is None or call.rows is not None:
             return None
-        new = node.args[1]
-        assert isinstance(new, Node)
+        new = call.new
         if shape_of(new)[2] > MAX_STEP:
             return None
         found = last_turned(new)
-        if isinstance(found, Miss) and len(node.args) > _ORDER:
+        if isinstance(found, Miss) and call.order is not None:
             return Miss("cosines and sines follow the order of the stored channels", new)
         if not isinstance(found, Turned):
             return found
@@ -51,13 +49,11 @@ class FuseRopeAppend(Rule):
         return _read_miss(new, node) or _dtype_miss(x, found, new) or {"x": x, "turned": found}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
-        past, new, *rest = node.args
-        assert isinstance(new, Node)
-        turned: Turned = found["turned"]
-        node.args = (past, found["x"], *rest)
-        node.kwargs = {"rows": shared_rows(turned, context), "rope": str(turned.rope)}
-        erase_unread(new, ERASABLE)
+        """Makes the right side of `identity` of its left side."""
+        call, turned = AppendCall.at(node), found["turned"]
+        rows, rope = shared_rows(turned, context), str(turned.rope)
+        replace(call, new=found["x"], rows=rows, rope=rope).write(node)
+        erase_unread(call.new, ERASABLE)
         return f"turned by {turned.rope} where they are stored"
 
 

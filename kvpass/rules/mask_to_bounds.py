@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Node
 
 from kvpass.graph.calls import add_call, four_dimensional
 from kvpass.graph.indices import operation
+from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.masks import Bounds
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.writes import written
-from kvpass.ops import logical
-from kvpass.rules.base import Context, Rule
-
-_MASK, _CAUSAL, _WINDOW = 3, 6, 7
-_DEFAULTS = (None, False, 0, 0.0)
+from kvpass.rules.base import Context, Rule, origin_of
 
 
-# attention(q, K, V, mask)  =  attention(q, K, V, rest, causal, window)
-#
-# where mask = causal(i, j) & in_window(i, j) & rest, as `kvpass.graph.masks` proves, or the mask is
+# Where mask = causal(i, j) & in_window(i, j) & rest, as `kvpass.graph.masks` proves, or the mask is
 # added and 0 there, the least number or -inf elsewhere. With the least number both sides differ in
 # rows that hide every token, so such a mask is rewritten only if every query sees itself. Scores
 # are taken to be small against that number.
@@ -27,31 +24,27 @@ class MaskToBounds(Rule):
     """Leaves of a mask what is no bound: nothing, or the padding."""
 
     name = "mask_to_bounds"
+    identity = "attention(q, K, V, mask)  =  attention(q, K, V, rest, causal, window)"
     required = False
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to every attention over a packed cache with a mask that is partly understood."""
-        if node.target is not logical.attention or not isinstance(node.args[_MASK], Node):
+        call = AttentionCall.of(node)
+        if call is None or call.mask is None:
             return None
-        q, keys, _, mask = node.args[:4]
-        assert isinstance(q, Node)
-        assert isinstance(mask, Node)
-        buffer = next((source for source, packed in context.packed.items() if packed is keys), None)
+        buffer = origin_of(call.keys)
         static = None if buffer is None else context.sites.static(buffer)
-        bounds = context.masks.bounds(mask, q, static.positions if static else None)
-        return bounds if isinstance(bounds, Miss) else {"mask": mask, "bounds": bounds}
+        bounds = context.masks.bounds(call.mask, call.q, static.positions if static else None)
+        return bounds if isinstance(bounds, Miss) else {"call": call, "bounds": bounds}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
-        mask, bounds = found["mask"], found["bounds"]
-        args = [*node.args, *_DEFAULTS[len(node.args) - 5 :]]
-        assert not args[_CAUSAL]
-        assert not args[_WINDOW]
-        args[_MASK] = _rest(mask, bounds, context)
-        args[_CAUSAL], args[_WINDOW] = bounds.causal, bounds.window
-        simple = args[5:] == list(_DEFAULTS)
-        node.args = tuple(args[:5] if simple else args)
-        erase_unread(mask)
+        """Makes the right side of `identity` of its left side."""
+        call, bounds = found["call"], found["bounds"]
+        assert not call.causal
+        assert not call.window
+        rest = _rest(call.mask, bounds, context)
+        replace(call, mask=rest, causal=bounds.causal, window=bounds.window).write(node)
+        erase_unread(call.mask)
         said = ["causal"] * bounds.causal + [f"window {bounds.window}"] * (bounds.window > 0)
         said += ["a mask of the rest"] if bounds.rest else [] if said else ["all is visible"]
         return ", ".join(said)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass.cache.order import ChannelOrder
-from kvpass.cache.packed import PackedKV
-from kvpass.graph.forms import AttentionSite
+from kvpass.format.order import ChannelOrder
+from kvpass.graph.attention_site import AttentionSite
+from kvpass.graph.logical_calls import AppendCall, AttentionCall, PackedCall, behind_slides
 from kvpass.graph.orders import constant_node, inverse, permuted
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.graph.reads import VIEWS
 from kvpass.ops import logical
-from kvpass.rules.base import Context, Rule
+from kvpass.rules.base import Context, Rule, origin_of
+from kvpass.tensor.packed import PackedKV
 
 _READS = VIEWS | {"repeat_interleave"}
 
 
-# append(past, new)      =  restore(append'(past, P(new)))
-# unpack(packed)         =  P^-1(stored(packed))
-# attention(q, K, V)     =  Pv^-1(attention(Pk(q), Pk(K), Pv(V)))
-#
-# where P, Pk and Pv permute the channels of each head; append' stores them in that order, and
+# Where P, Pk and Pv permute the channels of each head; append' stores them in that order, and
 # restore is what a cache tensor does for whom reads it outside the graph. Query heads have the
 # order of the KV head that they share. The last line is the scores' sum over the channels, which
 # has no order; it serves attentions over packed keys and values, and over plain ones next to an
@@ -33,26 +31,30 @@ class PermuteChannels(Rule):
     """Stores the channels of keys and values in the orders that the plan says."""
 
     name = "permute_channels"
+    identity = (
+        "append(past, new)      =  restore(append'(past, P(new)))\n"
+        "unpack(packed)         =  P^-1(stored(packed))\n"
+        "attention(q, K, V)     =  Pv^-1(attention(Pk(q), Pk(K), Pv(V)))"
+    )
     required = False
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to appends, to reads of what has an order, and to attentions over it."""
-        if node.target is logical.append and len(node.args) < 5:
+        if (append := AppendCall.of(node)) is not None and append.order is None:
             order = packed_order(node, context)
             return None if order is None else {"order": order}
         if node.target is logical.unpack:
-            (packed,) = node.all_input_nodes
-            order = packed_order(packed, context)
+            order = packed_order(PackedCall.at(node).packed, context)
             return None if order is None else {"order": order}
-        if node.target is logical.attention:
-            orders = [packed_order(n, context) for n in node.args[1:3]]
-            found = {"orders": orders, "q": node.args[0], "reads": [], "ends": (node,)}
+        if (call := AttentionCall.of(node)) is not None:
+            orders = [packed_order(n, context) for n in (call.keys, call.values)]
+            found = {"orders": orders, "q": call.q, "reads": [], "ends": (node,)}
             return found if any(orders) else None
         site = next((s for s in context.sites.attentions if s.root is node), None)
         return None if site is None else _dense(site, context)
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
+        """Makes the right side of `identity` of its left side."""
         if node.target is logical.append:
             return _append(node, found["order"], context)
         if node.target is logical.unpack:
@@ -78,17 +80,18 @@ class PermuteChannels(Rule):
         return "attention in the orders of the cache"
 
 
-def packed_order(packed: object, context: Context) -> ChannelOrder | None:
+def packed_order(packed: Node | None, context: Context) -> ChannelOrder | None:
     """The order of the channels of a packed tensor, None if they are in the model's own."""
-    if not isinstance(packed, Node):
+    if packed is None:
         return None
     if packed.op == "placeholder":
         example = packed.meta.get("example_value")
         return example.order if isinstance(example, PackedKV) else None
-    if packed.target is logical.slide or (packed.target is logical.append and packed.args[0]):
-        return packed_order(packed.args[0], context)
-    cats = (cat for cat, known in context.packed.items() if known is packed)
-    return next((context.orders[cat] for cat in cats if cat in context.orders), None)
+    append = AppendCall.at(behind_slides(packed))
+    if append.past is not None:
+        return packed_order(append.past, context)
+    origin = origin_of(packed)
+    return None if origin is None else context.orders.get(origin)
 
 
 def _index(order: ChannelOrder, heads: int | None = None) -> Tensor:
@@ -98,13 +101,13 @@ def _index(order: ChannelOrder, heads: int | None = None) -> Tensor:
 
 
 def _append(node: Node, order: ChannelOrder, context: Context) -> str:
-    past, new, plan, *whole = node.args
-    assert isinstance(new, Node)
+    call = AppendCall.at(node)
     # What is changed in place later on is permuted when it is read.
-    late = node if new in context.changed else None
-    moved = permuted(new, _index(order), before=late)
-    constant = constant_node(context.graph, order.tensor(), new.meta["example_value"].device)
-    node.args = (past, moved, plan, whole[0] if whole else False, constant)
+    late = node if call.new in context.changed else None
+    moved = permuted(call.new, _index(order), before=late)
+    device = call.new.meta["example_value"].device
+    constant = constant_node(context.graph, order.tensor(), device)
+    replace(call, new=moved, order=constant).write(node)
     return f"{order.heads} heads of {order.dim} channels are stored in an order"
 
 

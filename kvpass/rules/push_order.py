@@ -31,12 +31,13 @@ UP: tuple[Push, ...] = (
 DOWN: tuple[Sink, ...] = (Elementwise(), Transpose(), Reshape(), Linear())
 
 
-# P(f(x)) = f(P(x))  and  f(P(x)) = P(f(x)),  by the identities in `kvpass.rules.pushes`
+# For every f in `kvpass.rules.pushes`.
 class PushOrder(Rule):
     """Moves permutations up to the weights that compute what they permute, or down to those that
     read it, as far as each can go."""
 
     name = "push_order"
+    identity = "P(f(x))  =  f(P(x))\nf(P(x))  =  P(f(x))"
     required = False
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
@@ -45,7 +46,7 @@ class PushOrder(Rule):
         return {} if movable and "left" not in node.meta else None
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
+        """Makes the right side of `identity` of its left side."""
         waiting, passed = [node], []
         while waiting:
             permute = waiting.pop()
@@ -78,11 +79,12 @@ class ChannelGather(Rule):
         raise NotImplementedError
 
 
-# P(t) = P'(t)[:, ::g],  where P' has each head's order g times, and t is the same for all heads
+# Where P' has each head's order g times, and t is the same for all heads.
 class ShareTables(Rule):
     """Indexes cosines and sines once for queries and keys, although several queries share a key."""
 
     name = "share_tables"
+    identity = "P(t)  =  P'(t)[:, ::g]"
     required = False
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
@@ -99,7 +101,7 @@ class ShareTables(Rule):
         return None
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
+        """Makes the right side of `identity` of its left side."""
         other, dim, step = found["other"], found["dim"], found["step"]
         index = (*[slice(None)] * dim, slice(None, None, step))
         with context.graph.inserting_after(max(other, node)):

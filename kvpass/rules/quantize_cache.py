@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch.fx import Node
-from torch.fx.node import Argument
 
-from kvpass.cache.residency import MAX_STEP
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.tensor_plan import TensorPlan
+from kvpass.graph.logical_calls import AppendCall, PackedCall
 from kvpass.graph.orders import constant_node
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.reads import changes, last_reader
@@ -16,8 +16,6 @@ from kvpass.rules.base import Context, Rule
 from kvpass.rules.storage import changed_later, storage, unturned
 
 
-# cat([past, new], -2)  ~  append(past, new)
-#
 # The one lossy rule: tokens that have left the exact window come back rounded by their codec. A
 # step of up to MAX_STEP tokens reads what was appended. A longer one (a prefill) attends exactly:
 # what reads it keeps reading the plain cat, and the append moves behind the last of that, so that
@@ -27,6 +25,7 @@ class QuantizeCache(Rule):
     """Keeps the cache packed."""
 
     name = "quantize_cache"
+    identity = "cat([past, new], -2)  ~  append(past, new)"
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to every cache update that is understood, whatever reads it."""
@@ -58,7 +57,7 @@ class QuantizeCache(Rule):
         return {"update": update, "role": role, "plan": plan}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
+        """Makes the right side of `identity` of its left side."""
         update, plan = found["update"], found["plan"]
         n = update.new.meta["example_value"].shape[2]
         if update.packed and n <= MAX_STEP:
@@ -76,13 +75,13 @@ class QuantizeCache(Rule):
                 _return(_slide(packed, update, context), update, context)
             if update.packed:
                 with context.graph.inserting_before(node):
-                    past = context.graph.call_function(logical.unpack, (update.past,))
+                    past = PackedCall(update.past).insert(context.graph)
                 past.meta["example_value"] = update.past.meta["example_value"].decode()
                 node.replace_input_with(update.past, past)
             elif update.new is not node:
                 node.replace_all_uses_with(update.new)
                 context.graph.erase_node(node)
-        context.packed[node] = packed
+        context.replaced(node, packed)
         return f"{found['role']} {plan.brief()}"
 
 
@@ -90,7 +89,7 @@ def _slide(packed: Node, update: CacheUpdate, context: Context) -> Node:
     """What the cache keeps of ``packed``."""
     if update.kept is update.cat or update.past is None:
         return packed
-    slid = context.graph.call_function(logical.slide, (packed,))
+    slid = PackedCall(packed).insert(context.graph, logical.slide)
     slid.meta = {**update.kept.meta}
     return slid
 
@@ -103,13 +102,12 @@ def _return(packed: Node, update: CacheUpdate, context: Context) -> None:
 
 def _append(update: CacheUpdate, plan: TensorPlan, context: Context) -> Node:
     whole = plan.keep is not None and update.kept is update.cat
-    args = (update.past, update.new, str(plan), whole)
-    kwargs: dict[str, Argument] = {}
+    constant = None
     if update.past is None and (ranges := context.ranges.get(update.cat)) is not None:
         example, params = update.new.meta["example_value"], ranges.tensor()
         constant = constant_node(context.graph, params, example.device)
         constant.meta["example_value"] = example.new_empty(params.shape, dtype=params.dtype)
-        kwargs["ranges"] = constant
-    packed = context.graph.call_function(logical.append, args if whole else args[:3], kwargs)
+    call = AppendCall(update.past, update.new, str(plan), whole, ranges=constant)
+    packed = call.insert(context.graph)
     packed.meta = {**update.cat.meta}
     return packed

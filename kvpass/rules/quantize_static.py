@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from kvpass.cache.residency import MAX_STEP
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.errors import PlanError
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.tensor_plan import TensorPlan
+from kvpass.graph.logical_calls import AppendCall, PackedCall
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.reads import changes, last_reader
 from kvpass.graph.static import StaticUpdate
-from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
 from kvpass.rules.storage import changed_later, storage
 
 
-# buffer.index_copy_(2, arange(n) + count, new)  ~  append(buffer, new)
-#
-# where count is how many tokens are written, which is checked when the graph is called. Lossy as
+# Where count is how many tokens are written, which is checked when the graph is called. Lossy as
 # quantize_cache, and exact in a prefill as well: its attention reads the new tokens or a plain
 # buffer, which lives as long as its layer. A window of a fixed length is the same with its last
 # tokens and the new ones copied into it. A plain buffer that was filled elsewhere is packed after a
@@ -25,6 +24,7 @@ class QuantizeStatic(Rule):
     """Keeps a static cache packed."""
 
     name = "quantize_static"
+    identity = "buffer.index_copy_(2, arange(n) + count, new)  ~  append(buffer, new)"
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to every write into a static cache that is understood, whatever reads it."""
@@ -43,11 +43,14 @@ class QuantizeStatic(Rule):
         found = storage(update.new, update.buffer, context)
         if isinstance(found, Miss):
             return found
-        plan = found[1].static(update.room)
+        try:
+            plan = found[1].static(update.room)
+        except PlanError as error:
+            return Miss(str(error).rstrip("."), update.buffer)
         return {"update": update, "role": found[0], "plan": plan}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
+        """Makes the right side of `identity` of its left side."""
         update, plan, graph = found["update"], found["plan"], context.graph
         if update.plain:
             # The graph runs as it is, and the buffer is packed when it has run.
@@ -68,12 +71,12 @@ class QuantizeStatic(Rule):
             _erase_dead(update, graph)
         else:
             with graph.inserting_before(min(update.buffer.users)):
-                plain = graph.call_function(logical.unpack, (update.buffer,))
+                plain = PackedCall(update.buffer).insert(graph)
             plain.meta["example_value"] = update.buffer.meta["example_value"].decode()
             update.buffer.replace_all_uses_with(plain, lambda user: user is not plain)
             with graph.inserting_after(last_reader(plain)):
                 packed = _append(update, plan, context)
-        context.packed[update.buffer] = packed
+        context.replaced(update.buffer, packed)
         return f"{found['role']} {plan.brief()}".strip()
 
 
@@ -108,7 +111,7 @@ def _erase_dead(update: StaticUpdate, graph: Graph) -> None:
 
 
 def _append(update: StaticUpdate, plan: TensorPlan, context: Context) -> Node:
-    packed = context.graph.call_function(logical.append, (update.past, update.new, str(plan)))
+    packed = AppendCall(update.past, update.new, str(plan)).insert(context.graph)
     # Where a window is joined with new tokens, attention sees more than the buffer holds.
     shown = update.reads[0] if update.past and update.reads else update.buffer
     packed.meta = {**shown.meta, "static": update}

@@ -12,15 +12,14 @@ from kvpass.rules.fuse_attention import erase_unread
 _SHARED = call("sdpa", key=repeated(Capture("keys")), value=repeated(Capture("values")))
 
 
-# sdpa(q, repeat(K), repeat(V), ...)  =  sdpa(q, K, V, ..., enable_gqa=True)
-#
-# where repeat() repeats KV heads for the query heads sharing them. For the attention that is left
+# Where repeat() repeats KV heads for the query heads sharing them. For the attention that is left
 # dense: that of prompts. On CPUs only: on GPUs no fast kernel of torch takes both a mask and
 # enable_gqa.
 class ShareHeads(Rule):
     """Neither copies nor reads KV heads more than once in a dense attention on a CPU."""
 
     name = "share_heads"
+    identity = "sdpa(q, repeat(K), repeat(V), ...)  =  sdpa(q, K, V, ..., enable_gqa=True)"
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to an SDPA on a CPU, beside an updated cache, that reads repeated heads."""
@@ -37,7 +36,7 @@ class ShareHeads(Rule):
         return found
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """See the comment above the class."""
+        """Makes the right side of `identity` of its left side."""
         old = [argument(node, name) for name in ("key", "value")]
         for name, plain in zip(("key", "value"), (found["keys"], found["values"]), strict=True):
             if name in node.kwargs:

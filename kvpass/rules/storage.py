@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.pattern import Miss
 from kvpass.graph.sites import module_path
 from kvpass.rules.base import Context
@@ -50,8 +50,6 @@ def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] |
         order = layer.key_order if role == "keys" else layer.value_order
         if order is not None:
             context.orders[read] = order
-        if context.sites.static(read) and layer.values.levels:
-            return Miss("a static cache takes no chunks of different bits", read)
         if role == "values":
             return role, layer.values
         if context.sites.static(read) and (layer.before_rope or layer.keys.codec.offline):

@@ -18,14 +18,14 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without installation)
 from kvpass._torch import graph_counts
-from kvpass.cache.native import DECODES
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.inspect.explain import explain
 from kvpass.inspect.report import GraphReport
 from kvpass.oracle import OracleLayer, oracle_cache
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import RECIPES, Recipe, recipe
+from kvpass.tensor.dispatch import DECODES
+from kvpass.tensor.packed import PackedKV
 from kvpass.zoo.families import tiny_model
 from kvpass.zoo.outcome import Mode, Outcome
 from kvpass.zoo.steps import Text, new_cache, random_text, run_steps

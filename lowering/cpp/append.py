@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvpass.cache.rope import Rope
 from kvpass.errors import KernelError
-from lowering.cpp.constants import (
-    clip_argument,
-    decline_device,
-    decline_writing,
-    middle_argument,
-    outlier_argument,
-    sinks_argument,
-    state_argument,
-)
+from kvpass.format.parse import parse_plan
+from kvpass.format.rope import Rope
+from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, middles_of
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
+from lowering.cpp.structs import append_struct, state_numbers
 from lowering.layouts import decline_gaps, exact_tokens, row_stride
 
-_ARGUMENTS = struct.Struct("P5q")
-_ROTARY = struct.Struct("P7q")
-_UNTURNED = bytes(_ROTARY.size)
+_UNTURNED = (0,) * 8
 
 
 def supports(
@@ -34,8 +25,11 @@ def supports(
     plan: str,
     rows: Tensor | None = None,
     rope: str | None = None,
+    *,
+    segments: int = 1,
 ) -> str | None:
-    """Why C++ declines these arguments of ``kvpass::append``, or None."""
+    """Why C++ declines these arguments of ``kvpass::append``, or None. ``segments``: ends of a
+    sequence in a state of tokens stored as they are, of which the last one is theirs."""
     exact = exact_tokens(state, plan)
     if new.dtype != exact.dtype:
         return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
@@ -45,13 +39,15 @@ def supports(
         decline_device(new)
         or decline_writing(plan, int(new.shape[3]))
         or decline_gaps(state, plan)
-        or decline_compiler("append", **tensor_parameters(plan, int(new.shape[3]), new.dtype))
+        or decline_compiler(
+            "append", **tensor_parameters(plan, int(new.shape[3]), new.dtype, segments)
+        )
     )
 
 
 @cache
-def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], int]:
-    return load_function("append", **tensor_parameters(plan, dim, dtype))
+def _function(plan: str, dim: int, dtype: torch.dtype, segments: int) -> Callable[[bytes], int]:
+    return load_function("append", **tensor_parameters(plan, dim, dtype, segments))
 
 
 @cache
@@ -62,11 +58,11 @@ def _pairs(rope: str) -> tuple[int, int, int, int]:
     return (r.start, count, 1, count) if r.kind == "halves" else (r.start, count, 2, 1)
 
 
-def _rotary_argument(rows: Tensor | None, rope: str | None) -> bytes:
+def _rotary_numbers(rows: Tensor | None, rope: str | None) -> tuple[int, ...]:
     if rows is None or rope is None:
         return _UNTURNED
     wide = rows.dtype == torch.float32
-    return _ROTARY.pack(rows.data_ptr(), row_stride(rows), rows.stride(1), wide, *_pairs(rope))
+    return rows.data_ptr(), row_stride(rows), rows.stride(1), wide, *_pairs(rope)
 
 
 def append(
@@ -75,6 +71,8 @@ def append(
     plan: str,
     rows: Tensor | None = None,
     rope: str | None = None,
+    *,
+    segments: int = 1,
 ) -> None:
     """As `kvpass.ops.append.append`, for arguments that `supports` takes.
 
@@ -86,17 +84,14 @@ def append(
         new = new.contiguous()
     if rows is not None and rows.stride(2) != 1:
         rows = rows.contiguous()
-    room = _function(plan, dim, new.dtype)(
-        state_argument(state, plan)
-        + _ARGUMENTS.pack(
+    codec = parse_plan(plan).codec
+    room = _function(plan, dim, new.dtype, segments)(
+        append_struct(plan).pack(
+            *state_numbers(state, plan),
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
-            count, torch.get_num_threads(),
+            count, torch.get_num_threads(), *_rotary_numbers(rows, rope),
+            address(clips_of(codec, heads, dim)), address(middles_of(codec)),
         )
-        + _rotary_argument(rows, rope)
-        + clip_argument(plan, heads, dim)
-        + sinks_argument(state, plan)
-        + middle_argument(plan)
-        + outlier_argument(state, plan)
     )  # fmt: skip
     if room >= 0:
         raise KernelError(

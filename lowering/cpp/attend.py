@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import State
 from lowering.cpp.constants import (
     DTYPES,
+    address,
     constants_of,
     decline_device,
     decline_plan,
-    level_argument,
-    outlier_argument,
-    pointers,
-    ring_argument,
-    rotary_argument,
-    sinks_argument,
+    levels_of,
 )
 from lowering.cpp.library import decline_compiler, load_function, native_lanes
+from lowering.cpp.structs import attention_struct, state_numbers
 from lowering.layouts import decline_formats, decline_gaps, exact_tokens
 
 # Polynomial for 2 ** x on [-0.5, 0.5], highest power first: least squares of the relative error.
@@ -33,8 +30,6 @@ _FEW_ROWS = 4
 _VECTOR_ROWS = 8
 _MANY_ROWS = 16
 _FEWEST_LANES = 4
-_ARGUMENTS = struct.Struct("12P19q2d")
-_SEGMENT = struct.Struct("P3qP")
 _KINDS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 _NO_MASK = (0, 0, 0, 0, 0)
 
@@ -59,9 +54,9 @@ def decline(
     k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
     if reason := decline_plan(k_plan, k_dim) or decline_plan(v_plan, v_dim):
         return reason
-    if TensorPlan.parse(k_plan).rope is not None and keys[-2].dtype != q.dtype:
-        return f"cosines and sines are {keys[-2].dtype}, the query is {q.dtype}"
-    if TensorPlan.parse(v_plan).rope is not None:
+    if "cos_sin" in (k_state := State.of(keys, k_plan)) and k_state.cos_sin.dtype != q.dtype:
+        return f"cosines and sines are {k_state.cos_sin.dtype}, the query is {q.dtype}"
+    if parse_plan(v_plan).rope is not None:
         return "values have a rotary embedding"
     rows = _rows(q, k)
     for plan, dim in ((k_plan, k_dim), (v_plan, v_dim)):
@@ -111,14 +106,16 @@ def _parameters(
     rows: int,
     segment: str = "",
 ) -> dict[str, object]:
+    k, v = constants_of(k_plan, k_dim), constants_of(v_plan, v_dim)
     return {
-        **({"segment": segment} if segment else {}),
+        "segment": segment,
+        "arguments": attention_struct(k.name, v.name, bool(segment)),
         "lanes": _lanes(k_plan, v_plan, k_dim, v_dim, rows),
         # Half of the registers hold sums; wide vectors come with twice as many registers.
         "sums": 16 if native_lanes() == 16 else 8,
         "dtype": DTYPES[dtype],
-        "k": constants_of(k_plan, k_dim),
-        "v": constants_of(v_plan, v_dim),
+        "k": k,
+        "v": v,
         "rows": rows if rows <= _FEW_ROWS else 0,
         "exp2": _EXP2,
     }
@@ -151,41 +148,28 @@ def attend(
     window: int,
     softcap: float,
     segment: str = "",
-    more: bytes = b"",
+    more: tuple[int, ...] = (),
 ) -> Tensor:
     """All tokens, or those of one ``segment`` with ``more`` arguments."""
     batch, heads, queries, k_dim = q.shape
-    k_codes, v_codes = keys[0], values[0]
-    kv_heads = k_codes.shape[1]
-    v_dim = exact_tokens(values, v_plan).shape[3]
+    k, v = State.of(keys, k_plan), State.of(values, v_plan)
+    kv_heads, v_dim = k.codes.shape[1], v.tokens.shape[3]
     if q.stride(3) != 1:
         q = q.contiguous()
     if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    function = _function(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k_codes), segment)
+    function = _function(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k.codes), segment)
     out = q.new_empty((batch, heads, queries, v_dim))
     function(
-        _ARGUMENTS.pack(
-            q.data_ptr(), *pointers(keys, k_plan), *pointers(values, v_plan),
-            0 if mask is None else mask.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-            out.data_ptr(),
-            batch, kv_heads, heads // kv_heads * queries, queries,
-            k_codes.shape[2], v_codes.shape[2], q.stride(0), q.stride(1), q.stride(2),
+        attention_struct(k_plan, v_plan, bool(segment)).pack(
+            *state_numbers(keys, k_plan), *state_numbers(values, v_plan),
+            q.data_ptr(), address(mask), address(sinks), out.data_ptr(),
+            address(levels_of(k.plan.codec)), address(levels_of(v.plan.codec)),
+            heads // kv_heads * queries, queries, q.stride(0), q.stride(1), q.stride(2),
             *(_NO_MASK if mask is None else _mask_layout(mask)),
             0 if sinks is None else _KINDS[sinks.dtype],
-            causal, window, TensorPlan.parse(k_plan).keep or 0,
-            torch.get_num_threads(), scale, softcap,
+            causal, window, k.plan.keep or 0, torch.get_num_threads(), scale, softcap, *more,
         )
-        + sinks_argument(keys, k_plan)
-        + sinks_argument(values, v_plan)
-        + level_argument(k_plan)
-        + outlier_argument(keys, k_plan)
-        + level_argument(v_plan)
-        + outlier_argument(values, v_plan)
-        + rotary_argument(keys, k_plan)
-        + ring_argument(keys, k_plan)
-        + ring_argument(values, v_plan)
-        + more
     )  # fmt: skip
     return out
 
@@ -213,13 +197,11 @@ def attend_segment(
         keys, values, k_plan, v_plan: of the segment alone, whose exact window is never read; ends
             are int32 ``[B, segments]``: how many tokens each row has in each segment.
         kind: ``"exact"`` for the last segment, which gives the result; ``"packed"``.
-        places: int32 ``[B, C]``, see `kvpass.cache.packed.PackedKV`.
+        places: int32 ``[B, C]``, see `kvpass.tensor.packed.PackedKV`.
         segments, number: how many there are, and which one this is.
         carried: float32 ``[B, Hq, n, D + 2]``: what those before have summed, and then this one.
     """
-    more = _SEGMENT.pack(
-        places.data_ptr(), places.shape[1], segments, number, carried.data_ptr()
-    )  # fmt: skip
+    more = (places.data_ptr(), places.shape[1], segments, number, carried.data_ptr())
     arguments = (q, keys, values, mask, scale, k_plan, v_plan, sinks, causal, 0, softcap)
     return attend(*arguments, kind, more)
 

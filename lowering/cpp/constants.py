@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.rope import Rope
-from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.cache.words import ELEVENTHS
+from kvpass.format.codec import Codec
+from kvpass.format.parse import parse_plan
+from kvpass.format.rope import Rope
+from kvpass.format.words import TERNARY, WordFormat
+from lowering.cpp.structs import (
+    ROTARY,
+    TOKENS,
+    Struct,
+    append_struct,
+    pack_struct,
+    state_struct,
+    unpack_struct,
+)
 from lowering.layouts import (
     decline_calibrated,
     decline_filter,
     decline_groups,
-    decline_levels,
     interpreted,
     unbounded,
 )
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-_STATE = struct.Struct("4P3q")
-# Planes and C++ formats of words that do not hold one run of bits per code, by the bits of a code.
-_FORMATS = {1.5: (10, "Trits"), ELEVENTHS: (11, "Elevens"), 3: (16, "ThreeBits")}
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ class Constants:
         name: the printed plan, without how many tokens it keeps or has room for, and without
             factors of clipping and levels: kernels are told at run time.
         dim: channels of a head.
-        bits: of a code in its words; 1.5 for base 3, `ELEVENTHS`, 16 for tokens stored as they are.
+        words: how codes lie in words; None for tokens stored as they are.
         group: tokens or channels that share a scale; 0 for 16 bits.
         by_token: groups are channels of one token, not tokens of one channel.
-        window, flush: see `kvpass.cache.residency.Residency`.
+        window, flush: see `kvpass.format.retention.Residency`.
         ring: slots of the exact window; 0 for 16 bits. Where a ratio of the tokens stays exact,
             kernels are told at run time.
         sliding: the token at position ``t`` is stored at slot ``t % capacity``.
@@ -62,7 +64,7 @@ class Constants:
 
     name: str
     dim: int
-    bits: float
+    words: WordFormat | None
     group: int
     by_token: bool
     window: int
@@ -84,6 +86,21 @@ class Constants:
     segments: int = field(default=1, repr=False)
 
     @property
+    def state(self) -> Struct:
+        """The tensors and sizes of a state."""
+        return state_struct("StateFields", self.name, "State")
+
+    # The same for all.
+    tokens: ClassVar[Struct] = TOKENS
+    rotary: ClassVar[Struct] = ROTARY
+
+    @property
+    def arguments(self) -> dict[str, Struct]:
+        """Of the functions that work on one cache tensor."""
+        made = {"pack": pack_struct, "append": append_struct, "unpack": unpack_struct}
+        return {op: struct_of(self.name) for op, struct_of in made.items()}
+
+    @property
     def decoded(self) -> bool:
         """Tokens are decoded before they are multiplied, not read as codes."""
         known = self.table or self.outliers or self.rope is not None or self.joined > 1
@@ -92,7 +109,8 @@ class Constants:
     @property
     def format(self) -> str:
         """How codes lie in words, by its name in C++."""
-        return _FORMATS[self.bits][1] if self.bits in _FORMATS else f"Bits<{self.bits}>"
+        assert self.words is not None
+        return self.words.struct
 
     @property
     def param(self) -> str:
@@ -122,15 +140,12 @@ class Constants:
     @property
     def packed(self) -> bool:
         """Tokens are stored as codes."""
-        return self.bits != 16
+        return self.words is not None
 
     @property
     def width(self) -> int:
         """Channels of a plane, whose codes lie side by side; at 16 bits all of them."""
-        if not self.packed:
-            return self.dim
-        planes = _FORMATS[self.bits][0] if self.bits in _FORMATS else 16 // int(self.bits)
-        return -(-self.dim // planes)
+        return self.dim if self.words is None else -(-self.dim // self.words.planes)
 
     def misfit(self, lanes: int) -> str | None:
         """Why vectors of ``lanes`` numbers cannot work on these groups, or None."""
@@ -144,28 +159,28 @@ class Constants:
 
 
 @cache
-def constants_of(plan: str, dim: int, encodes: bool = False) -> Constants:
+def constants_of(plan: str, dim: int, encodes: bool = False, segments: int = 1) -> Constants:
     """The constants of a cache tensor with this printed plan and head dimension, to be read only or
-    to be written as well."""
-    p = TensorPlan.parse(plan)
+    to be written as well; of a state with so many
+    ``segments``, see `Constants`."""
+    p = parse_plan(plan)
     codec, residency = p.codec, p.residency
     table = None if codec.table is None else tuple(map(float, range(len(codec.table))))
     plain = replace(codec, clip=1.0, table=table, qnorm=None)
-    alone = replace(p, levels=(), chunk=0)
-    name = str(unbounded(replace(alone, codec=plain, rope=None if encodes else p.rope)))
+    name = str(unbounded(replace(p, codec=plain, rope=None if encodes else p.rope)))
     return Constants(
-        name, dim, codec.word_bits, codec.group, codec.axis == "token",
+        name, dim, None if codec.identity else codec.words, codec.group, codec.axis == "token",
         residency.window, residency.flush, p.ring, p.keep is not None,
         codec.levels, codec.params == "fp8", encodes and codec.clip != 1, p.sinks, codec.pairs,
         codec.groups.joined_heads(dim), table is not None, codec.outliers,
         None if encodes else p.rope, residency.ratio if p.grows else None,
-        residency.pivotal > 0, len(p.levels) + 1,
+        residency.pivotal > 0, segments,
     )  # fmt: skip
 
 
 def decline_plan(plan: str, dim: int) -> str | None:
     """Why C++ cannot attend to tokens of ``dim`` channels stored so, or None."""
-    codec = TensorPlan.parse(plan).codec
+    codec = parse_plan(plan).codec
     if codec.sizes is not None:
         return f"sizes of {codec} are not supported"
     if reason := decline_filter(plan):
@@ -178,96 +193,54 @@ def decline_plan(plan: str, dim: int) -> str | None:
 
 def decline_reading(plan: str, dim: int) -> str | None:
     """Why C++ cannot decode tokens of ``dim`` channels stored so, or None."""
-    codec = TensorPlan.parse(plan).codec
-    return (
-        decline_levels(plan)
-        or decline_calibrated(plan)
-        or decline_groups(codec, dim)
-        or decline_plan(plan, dim)
-    )
+    codec = parse_plan(plan).codec
+    return decline_calibrated(plan) or decline_groups(codec, dim) or decline_plan(plan, dim)
 
 
 def decline_writing(plan: str, dim: int) -> str | None:
     """Why C++ cannot encode tokens of ``dim`` channels so, or None."""
-    codec = TensorPlan.parse(plan).codec
+    codec = parse_plan(plan).codec
     if codec.clip != 1 and codec.groups.joined_heads(dim) > 1:
         return f"groups of {codec} that span heads of {dim} are not clipped"
-    if codec.word_bits == 1.5 and codec.groups.joined_heads(dim) > 1:
+    if codec.groups.joined_heads(dim) > 1 and codec.words is TERNARY:
         return f"base 3 of {codec} is not supported where groups span heads"
     if codec.table is not None and codec.axis == "channel" and not codec.offline:
         return "a table of levels per channel is written in calibrated ranges only"
     return decline_plan(plan, dim)
 
 
-def middle_argument(plan: str) -> bytes:
-    """Where the numbers halfway between the levels of a table are, if there is one."""
-    middles = _middles(TensorPlan.parse(plan).codec)
-    return b"" if middles is None else struct.pack("P", middles.data_ptr())
+def address(tensor: Tensor | None) -> int:
+    """Of a tensor's memory; 0 if there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache
-def _middles(codec: Codec) -> Tensor | None:
-    if codec.table is None:
-        return None
-    with torch.inference_mode(False):
-        return torch.tensor(codec.middles)
-
-
-def level_argument(plan: str) -> bytes:
-    """Where the 16 numbers that codes stand for are, if they are those of a table."""
-    levels = _levels(TensorPlan.parse(plan).codec)
-    return b"" if levels is None else struct.pack("P", levels.data_ptr())
+def middles_of(codec: Codec) -> Tensor | None:
+    """Halfway between the levels of a table, if there is one."""
+    return None if codec.table is None else _floats(codec.middles)
 
 
 @cache
-def _levels(codec: Codec) -> Tensor | None:
+def levels_of(codec: Codec) -> Tensor | None:
+    """The 16 numbers that codes stand for, if they are those of a table."""
     if codec.decoded is None:
         return None
-    with torch.inference_mode(False):
-        levels = torch.zeros(16)
-        levels[: len(codec.decoded)] = torch.tensor(codec.decoded)
-        return levels
-
-
-def clip_argument(plan: str, heads: int, dim: int) -> bytes:
-    """One of the last arguments of what encodes: where the factors of clipping are, one for each
-    group of channels of ``heads`` of ``dim``, if there are any."""
-    factors = _clips(plan, heads, dim)
-    return b"" if factors is None else struct.pack("P", factors.data_ptr())
+    return _floats((*codec.decoded, *(0.0,) * (16 - len(codec.decoded))))
 
 
 @cache
-def _clips(plan: str, heads: int, dim: int) -> Tensor | None:
-    codec = TensorPlan.parse(plan).codec
+def clips_of(codec: Codec, heads: int, dim: int) -> Tensor | None:
+    """The factors of clipping, one for each group of channels of ``heads`` of ``dim``, if there are
+    any."""
     if codec.clip == 1:
         return None
     count = heads * (dim // codec.group if codec.axis == "token" else 1)
-    each = codec.clip if isinstance(codec.clip, tuple) else (codec.clip,) * count
+    return _floats(codec.clip if isinstance(codec.clip, tuple) else (codec.clip,) * count)
+
+
+def _floats(numbers: tuple[float, ...]) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(each, dtype=torch.float32)
-
-
-def sinks_argument(state: Sequence[Tensor], plan: str) -> bytes:
-    """The last argument for a cache tensor: the address of its sinks, where it has any."""
-    return struct.pack("P", state[3].data_ptr()) if TensorPlan.parse(plan).sinks else b""
-
-
-def outlier_argument(state: Sequence[Tensor], plan: str) -> bytes:
-    """The address of its outliers, where it has any."""
-    p = TensorPlan.parse(plan)
-    if not p.codec.outliers:
-        return b""
-    return struct.pack("P", state[p.state_names.index("outliers")].data_ptr())
-
-
-def rotary_argument(state: Sequence[Tensor], plan: str) -> bytes:
-    """Address, stride of the batch, and capacity of the cosines and sines of its tokens, where they
-    are needed."""
-    if TensorPlan.parse(plan).rope is None:
-        return b""
-    rotary = state[-2]
-    stride = rotary.stride(0) if rotary.shape[0] > 1 else 0
-    return struct.pack("P2q", rotary.data_ptr(), stride, rotary.shape[1])
+        return torch.tensor(numbers, dtype=torch.float32)
 
 
 def decline_device(x: Tensor) -> str | None:
@@ -279,23 +252,3 @@ def decline_device(x: Tensor) -> str | None:
     if x.dtype not in DTYPES:
         return f"{x.dtype} is not supported; C++ takes float32, bfloat16 and float16"
     return None
-
-
-def state_argument(state: Sequence[Tensor], plan: str) -> bytes:
-    """One cache tensor ``[batch, heads, ...]`` as ``State`` in ``_encode.h.jinja``."""
-    batch, heads, capacity = state[0].shape[:3]
-    return _STATE.pack(*pointers(state, plan), batch, heads, capacity) + ring_argument(state, plan)
-
-
-def ring_argument(state: Sequence[Tensor], plan: str) -> bytes:
-    """The slots of the exact window, where a ratio of the tokens stays exact."""
-    return struct.pack("q", state[2].shape[2]) if TensorPlan.parse(plan).grows else b""
-
-
-def pointers(state: Sequence[Tensor], plan: str) -> tuple[int, int, int, int]:
-    """Addresses of codes, params, window and ends; 0 for what an identity codec lacks. See also
-    `sinks_argument`."""
-    if TensorPlan.parse(plan).codec.identity:
-        return state[0].data_ptr(), 0, 0, state[-1].data_ptr()
-    codes, params, window = state[:3]
-    return codes.data_ptr(), params.data_ptr(), window.data_ptr(), state[-1].data_ptr()

@@ -16,7 +16,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvpass._torch import cpp_problem, load_cpp
-from kvpass.cache.residency import MAX_STEP
+from kvpass.format.retention import MAX_STEP
 from lowering.codegen import write_source
 from lowering.cpp.constants import DTYPES, constants_of
 
@@ -50,9 +50,9 @@ def _environment() -> Environment:
     )
 
 
-def tensor_parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+def tensor_parameters(plan: str, dim: int, dtype: torch.dtype, segments: int = 1) -> dict[str, Any]:
     """The variables of the template that works on one cache tensor."""
-    constants = constants_of(plan, dim, encodes=True)
+    constants = constants_of(plan, dim, encodes=True, segments=segments)
     return {
         "lanes": native_lanes(),
         "dtype": DTYPES[dtype],

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvpass.cache.tensor_plan import TensorPlan
-from kvpass.ops.pack import empty_state
-from lowering.cpp.constants import (
-    clip_argument,
-    decline_device,
-    decline_writing,
-    middle_argument,
-    outlier_argument,
-    sinks_argument,
-    state_argument,
-)
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import empty_state
+from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, middles_of
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
+from lowering.cpp.structs import pack_struct, state_numbers
 from lowering.layouts import unbounded
-
-_ARGUMENTS = struct.Struct("P6q")
 
 
 def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
@@ -37,7 +27,7 @@ def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None
 
 def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
     """Those of a plan that keeps all tokens: a first prompt has room for what is packed of it."""
-    return tensor_parameters(str(unbounded(TensorPlan.parse(plan))), dim, dtype)
+    return tensor_parameters(str(unbounded(parse_plan(plan))), dim, dtype)
 
 
 @cache
@@ -47,24 +37,21 @@ def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None
 
 def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     new = new[:, :, p.skipped(new.shape[2]) :]
     _, heads, count, dim = new.shape
     packed = p.packed(count)
     state = empty_state(new, p, packed)
     if ranges is not None:
-        state[1].copy_(ranges)
+        state.qparams.copy_(ranges)
     if new.stride(3) != 1:
         new = new.contiguous()
     _function(plan, dim, new.dtype)(
-        state_argument(state, plan)
-        + _ARGUMENTS.pack(
+        pack_struct(str(unbounded(p))).pack(
+            *state_numbers(state.tensors, plan),
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, packed, torch.get_num_threads(),
+            address(clips_of(p.codec, heads, dim)), address(middles_of(p.codec)),
         )
-        + clip_argument(plan, heads, dim)
-        + sinks_argument(state, plan)
-        + middle_argument(plan)
-        + outlier_argument(state, plan)
     )  # fmt: skip
-    return state
+    return state.tensors

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from lowering.cpp.constants import decline_device, decline_reading, sinks_argument, state_argument
+from lowering.cpp.constants import decline_device, decline_reading
 from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
+from lowering.cpp.structs import state_numbers, unpack_struct
 from lowering.layouts import decline_conversion, decline_gaps, exact_tokens
-
-_ARGUMENTS = struct.Struct("P2q")
 
 
 def supports(
@@ -41,8 +39,8 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     batch, heads, _, dim = exact.shape
     out = exact.new_empty((batch, heads, tokens, dim))
     _function(plan, dim, dtype)(
-        state_argument(state, plan)
-        + _ARGUMENTS.pack(out.data_ptr(), tokens, torch.get_num_threads())
-        + sinks_argument(state, plan)
-    )  # fmt: skip
+        unpack_struct(plan).pack(
+            *state_numbers(state, plan), out.data_ptr(), tokens, torch.get_num_threads()
+        )
+    )
     return out

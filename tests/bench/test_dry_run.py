@@ -122,7 +122,7 @@ def test_waits_are_found(monkeypatch):
     """Where PyTorch serves an op that reads lengths; no CUDA graph can replay that."""
     monkeypatch.setattr(module, "_SHAPE", replace(module._SHAPE, layers=1))
     prefill, decode = dry_run(Route("skvq-k2v2", torch.bfloat16, "static", 1, 90))
-    assert [w.split(":")[0] for w in prefill.waits] == ["_to_copy at kvpass/cache/encoding.py"]
+    assert [w.split(":")[0] for w in prefill.waits] == ["_to_copy at kvpass/format/quantize.py"]
     assert [w.split(":")[0] for w in decode.waits] == [
         "_local_scalar_dense at kvpass/ops/append.py", "kvpass",
     ]  # fmt: skip

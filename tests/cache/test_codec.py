@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.cache.codec import FP, Codec
-from kvpass.cache.encoding import join_params, rounded_to, split_params
-from kvpass.cache.words import ELEVENTHS
 from kvpass.errors import OptionError
+from kvpass.format.codec import FP, Codec
+from kvpass.format.quantize import decode, encode, join_params, rounded_to, split_params
+from kvpass.format.words import BY_BITS, PACK11, TERNARY, WordFormat
 from tests.strategies import HEAD_DIMS, SEEDS, codecs, randn, tensors
 
 CODECS = st.sampled_from(HEAD_DIMS).flatmap(codecs)
@@ -54,12 +54,13 @@ def stored(x: np.ndarray, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
     return (code + 128 * sign).astype(np.uint32), value
 
 
-def numpy_words(codes: np.ndarray, bits: float) -> np.ndarray:
-    """The docstring of `kvpass.cache.words`, transcribed."""
+def numpy_words(codes: np.ndarray, words_as: WordFormat) -> np.ndarray:
+    """The docstring of `kvpass.format.words`, transcribed."""
     d = codes.shape[-1]
-    if bits == 3:
-        return np.concatenate([numpy_words(codes & 3, 2), numpy_words(codes >> 2, 1)], -1)
-    if bits == ELEVENTHS:
+    if words_as is BY_BITS[3]:
+        low, high = numpy_words(codes & 3, BY_BITS[2]), numpy_words(codes >> 2, BY_BITS[1])
+        return np.concatenate([low, high], -1)
+    if words_as is PACK11:
         w = -(-d // 11)
         whole = np.zeros((*codes.shape[:-1], w), np.uint32)
         for channel in range(d):
@@ -67,11 +68,12 @@ def numpy_words(codes: np.ndarray, bits: float) -> np.ndarray:
             code = codes[..., channel].astype(np.uint32)
             whole[..., i] |= np.minimum(code, 3 if j == 10 else 7) << 3 * j
         return np.concatenate([whole & 0xFFFF, whole >> 16], -1).astype(np.uint16)
-    w = -(-d // 10) if bits == 1.5 else d * bits // 16
+    trits, bits = words_as is TERNARY, words_as.bits
+    w = -(-d // 10) if trits else d * bits // 16
     words = np.zeros((*codes.shape[:-1], w), np.uint16)
     for channel in range(d):
         j, i = divmod(channel, w)
-        place = 3 ** (j % 5) << 8 * (j // 5) if bits == 1.5 else 1 << j * bits
+        place = 3 ** (j % 5) << 8 * (j // 5) if trits else 1 << j * bits
         words[..., i] += codes[..., channel] * np.uint16(place)
     return words
 
@@ -86,7 +88,7 @@ def numpy_encode(x: np.ndarray, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
     with np.errstate(divide="ignore", invalid="ignore"):
         codes = np.rint((grouped - minimum) / scale)
     codes = np.where(scale > 0, np.clip(codes, 0, levels), 0).astype(np.uint16).reshape(x.shape)
-    words = numpy_words(codes, 2 if codec.slots else codec.word_bits)
+    words = numpy_words(codes, codec.words)
     params = minimum_bits << (16 if codec.params == "half" else 8) | scale_bits
     params = params.squeeze(axis)
     if codec.axis == "token":
@@ -102,7 +104,7 @@ def levels_of(codec: Codec) -> int:
 
 def numpy_decode(words: np.ndarray, params: np.ndarray, codec: Codec, d: int) -> np.ndarray:
     """Element by element, in float64, where a code times a scale plus a minimum is exact."""
-    bits, g = 2 if codec.slots else codec.word_bits, codec.group
+    g = codec.group
     b, h, t, _ = words.shape
     out = np.empty((b, h, t, d))
     if codec.params == "half":
@@ -115,25 +117,26 @@ def numpy_decode(words: np.ndarray, params: np.ndarray, codec: Codec, d: int) ->
         scale, minimum = signed[pair & 0xFF], signed[pair >> 8]
     for token in range(t):
         for channel in range(d):
-            code = numpy_code(words.view(np.uint16)[:, :, token], channel, bits, d)
+            code = numpy_code(words.view(np.uint16)[:, :, token], channel, codec.words, d)
             at = (token // g, channel) if codec.axis == "channel" else (channel // g, token)
             out[:, :, token, channel] = code * scale[:, :, *at] + minimum[:, :, *at]
     return out
 
 
-def numpy_code(words: np.ndarray, channel: int, bits: float, d: int) -> np.ndarray:
+def numpy_code(words: np.ndarray, channel: int, words_as: WordFormat, d: int) -> np.ndarray:
     """One channel's code from the words ``[..., W]`` of a token."""
-    if bits == 3:
-        low = numpy_code(words[..., : d // 8], channel, 2, d)
-        return low + 4 * numpy_code(words[..., d // 8 :], channel, 1, d)
-    if bits == ELEVENTHS:
+    if words_as is BY_BITS[3]:
+        low = numpy_code(words[..., : d // 8], channel, BY_BITS[2], d)
+        return low + 4 * numpy_code(words[..., d // 8 :], channel, BY_BITS[1], d)
+    if words_as is PACK11:
         half = words.shape[-1] // 2
         j, i = divmod(channel, half)
         whole = words[..., half + i].astype(np.uint32) << 16 | words[..., i]
         return whole >> 3 * j & 7
     j, i = divmod(channel, words.shape[-1])
-    if bits == 1.5:
+    if words_as is TERNARY:
         return (words[..., i] >> 8 * (j // 5) & 0xFF) // 3 ** (j % 5) % 3
+    bits = words_as.bits
     return words[..., i] >> (j * bits) & (2**bits - 1)
 
 
@@ -154,11 +157,11 @@ def test_layout_is_the_documented_one(x, data):
     d = x.shape[3]
     codec = data.draw(codecs(d))
     x = whole_groups(x, codec)
-    words, params = codec.encode(x)
+    words, params = encode(codec, x)
     expected_words, expected_params = numpy_encode(x.float().numpy(), codec)
     np.testing.assert_array_equal(words.numpy(), expected_words)
     np.testing.assert_array_equal(params.numpy(), expected_params)
-    decoded = codec.decode(words, params, torch.float32)
+    decoded = decode(codec, words, params, torch.float32)
     plain = numpy_decode(words.numpy(), params.numpy(), codec, d)
     # code * scale has 8 + 11 bits: exact in float32, so that only the addition rounds, once.
     np.testing.assert_array_equal(decoded.numpy(), plain.astype(np.float32))
@@ -180,7 +183,7 @@ def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
     fp8 = codec.params == "fp8"
     # Numbers and ranges beyond 448 saturate.
     x = whole_groups(x.clamp(-200, 200) if fp8 else x, codec)
-    decoded = codec.decode(*codec.encode(x), torch.float32)
+    decoded = decode(codec, *encode(codec, x), torch.float32)
     exact, axis = by_group(x.double().numpy(), codec)
     low, high = exact.min(axis, keepdims=True), exact.max(axis, keepdims=True)
     levels = levels_of(codec)
@@ -200,7 +203,7 @@ def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
 def test_clipped_elements_come_back_as_the_end_of_the_range(x, data):
     codec = replace(data.draw(codecs(x.shape[3])), elevens=False)
     x = whole_groups(x, codec)
-    words, params = codec.encode(x)
+    words, params = encode(codec, x)
     if codec.axis == "token":
         params = params.transpose(2, 3)
     step, low = (p.double().numpy() for p in split_params(params))
@@ -211,7 +214,7 @@ def test_clipped_elements_come_back_as_the_end_of_the_range(x, data):
         params = params.transpose(2, 3)
     exact, decoded = (
         by_group(t.double().numpy(), codec)[0]
-        for t in (x, codec.decode(words, params, torch.float32))
+        for t in (x, decode(codec, words, params, torch.float32))
     )
     slack = 2**-22 * (np.abs(low) + np.abs(high) + np.abs(exact))
     assert (np.abs(decoded - np.clip(exact, low, high)) <= step / 2 + slack).all()
@@ -230,7 +233,7 @@ def test_clipping_of_skvq():
         .repeat(1, 1, 1, 2)
     )
     codec = Codec(2, "token", 8, clip=0.5)
-    decoded = codec.decode(*codec.encode(x), torch.float32)[0, 0, 0, :8]
+    decoded = decode(codec, *encode(codec, x), torch.float32)[0, 0, 0, :8]
     # Levels from -0.5 to 1 in steps of 0.5.
     assert decoded.tolist() == [-0.5, -0.5, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
 
@@ -238,7 +241,7 @@ def test_clipping_of_skvq():
 @given(CODECS, st.floats(-60000, 60000, width=32))
 def test_constant_groups_decode_to_the_stored_minimum(codec, value):
     x = torch.full((1, 2, codec.token_group * 2, fitting_dim(codec)), value)
-    decoded = codec.decode(*codec.encode(x), torch.float32)
+    decoded = decode(codec, *encode(codec, x), torch.float32)
     number = torch.float16 if codec.params == "half" else torch.float8_e4m3fn
     assert torch.equal(decoded, rounded_to(x * codec.clip, number).float())
 
@@ -248,10 +251,10 @@ def test_huge_values_saturate_and_never_decode_to_nan(codec, size, one_sided, se
     d = fitting_dim(codec)
     x = randn(1, 1, codec.token_group, d, seed=seed).clamp(-1, 1) * size
     x = x.abs() if one_sided else x
-    scale, minimum = split_params(codec.encode(x)[1])
+    scale, minimum = split_params(encode(codec, x)[1])
     assert scale.isfinite().all()
     assert minimum.isfinite().all()
-    assert codec.decode(*codec.encode(x), torch.float32).isfinite().all()
+    assert decode(codec, *encode(codec, x), torch.float32).isfinite().all()
 
 
 def test_rounding_saturates():
@@ -270,8 +273,8 @@ def test_rounding_saturates():
 def test_ranges_below_the_least_scale_decode_to_the_minimum(codec, exponent, seed):
     d = fitting_dim(codec)
     x = randn(1, 1, codec.token_group, d, seed=seed) * 10.0**exponent
-    words, params = codec.encode(x)
-    decoded, levels = codec.decode(words, params, torch.float32), levels_of(codec)
+    words, params = encode(codec, x)
+    decoded, levels = decode(codec, words, params, torch.float32), levels_of(codec)
     assert decoded.isfinite().all()
     scale, minimum = split_params(params)
     dead = scale == 0
@@ -446,7 +449,7 @@ def test_misfit_says_why(codec, head_dim, reason):
 def test_bits_per_element_is_what_encode_returns(x, data):
     codec = data.draw(codecs(x.shape[3]))
     x = whole_groups(x, codec)
-    held = sum(8 * part.nbytes for part in codec.encode(x))
+    held = sum(8 * part.nbytes for part in encode(codec, x))
     assert held / x.numel() == pytest.approx(codec.bits_per_element(x.shape[3]))
     assert codec.bits_per_element(x.shape[3]) >= codec.bits_per_element() - 1e-9
 
@@ -473,8 +476,8 @@ def test_bits_per_element(text, bits):
 @given(tensors(tokens=st.integers(1, 2), dtypes=st.just(torch.float32)), st.data())
 def test_decoding_rounds_once_to_the_wanted_dtype(x, data):
     codec = data.draw(codecs(x.shape[3]))
-    encoded = codec.encode(whole_groups(x, codec))
+    encoded = encode(codec, whole_groups(x, codec))
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(
-            codec.decode(*encoded, dtype), codec.decode(*encoded, torch.float32).to(dtype)
+            decode(codec, *encoded, dtype), decode(codec, *encoded, torch.float32).to(dtype)
         )

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpass import PackedKV, Residency, TensorPlan, register_filter
-from kvpass.cache.filters import FILTERS
+from kvpass import PackedKV, Residency, register_filter
 from kvpass.errors import OptionError, PlanError
+from kvpass.format.filters import FILTERS
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import fake_quantize
 from kvpass.ops.append import append
 from kvpass.ops.pack import pack
 from tests.strategies import SEEDS, poisoned, randn, steps
@@ -27,7 +29,7 @@ def largest_first():
 
 def run(plan, parts):
     """The handle after a prompt and steps, in memory that is poisoned until it is written."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     with poisoned():
         packed = PackedKV.of_prompt(pack(parts[0], plan), p, parts[0].shape[2], torch.float32)
         for part in parts[1:]:
@@ -47,8 +49,8 @@ def test_the_best_tokens_stay_exact_and_the_others_are_rounded(lengths, seed, si
     text = text.replace("sinks=0,", "")
     x = randn(2, 2, sum(lengths), 8, seed=seed)
     got = run(text, list(x.split(lengths, dim=2)))
-    packed = int(got.ends[0, -2]) if got.shape[2] > sinks else 0
-    rounded = TensorPlan.parse(text).codec.rounded(x)
+    packed = int(got.segment_ends[0, -2]) if got.shape[2] > sinks else 0
+    rounded = fake_quantize(parse_plan(text).codec, x)
     inside = torch.arange(x.shape[2])
     inside = (inside >= sinks) & (inside < packed)
     scores = FILTERS[name](x).masked_fill(~inside, -torch.inf)
@@ -65,7 +67,7 @@ def test_a_filter_of_ones_own(largest_first):
     x = randn(1, 1, 30, 8)
     x[0, 0, 11, 0], x[0, 0, 29, 0], x[0, 0, 3, 0] = 50, 60, 70
     got = run(plan, [x])
-    assert sorted(got.places.flatten().tolist()) == [3, 29]
+    assert sorted(got.positions.flatten().tolist()) == [3, 29]
     assert torch.equal(got.decode()[0, 0, [3, 29]], x[0, 0, [3, 29]])
 
 
@@ -77,7 +79,7 @@ def test_crops_rows_clones_and_zeros_keep_what_they_should():
     for n in (38, 30, 9, 1):
         cropped = got[:, :, :n]
         assert torch.equal(cropped.decode(), whole[:, :, :n])
-        assert (cropped.places < max(n, 1)).all()
+        assert (cropped.positions < max(n, 1)).all()
     rows = torch.tensor([2, 0, 0])
     assert torch.equal(got.index_select(0, rows).decode(), whole[rows])
     assert torch.equal(got.clone().decode(), whole)
@@ -97,7 +99,7 @@ def test_what_is_refused():
     with pytest.raises(OptionError, match="Filter name 'a b' is not supported"):
         register_filter("a b")
     with pytest.raises(PlanError, match="kept=3 cannot stay where only 9 tokens do"):
-        TensorPlan.parse(f"{CODEC}/window=4,flush=1,kept=3,filter=outliers/keep=9")
+        parse_plan(f"{CODEC}/window=4,flush=1,kept=3,filter=outliers/keep=9")
 
 
 def test_scores_of_another_shape_are_one_sentence():
@@ -110,6 +112,6 @@ def test_scores_of_another_shape_are_one_sentence():
 
 
 def test_windows_and_static_caches_have_no_filter():
-    plan = TensorPlan.parse(f"{CODEC}/sinks=2,window=4,flush=1,kept=3,filter=outliers")
+    plan = parse_plan(f"{CODEC}/sinks=2,window=4,flush=1,kept=3,filter=outliers")
     assert str(plan.sliding(50)) == f"{CODEC}/window=4,flush=1/keep=50"
     assert str(plan.static(50)) == f"{CODEC}/window=4,flush=1/keep=49/room=50"

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass import Codec, LayerPlan, TensorPlan
-from kvpass.cache.groups import Groups
 from kvpass.errors import OptionError, PlanError
+from kvpass.format.groups import Groups
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import decode, encode, fake_quantize
 from tests.strategies import SEEDS, randn
 
 DIM = 32
@@ -51,8 +53,8 @@ def alone(x, codec, clip):
     whole = Codec(codec.bits, "token", max(2, x.shape[2]), clip, codec.params)
     if x.shape[2] == 1:
         # Two equal ones have the same extremes.
-        return whole.rounded(x.expand(-1, -1, 2).unsqueeze(1))[:, 0, :, :1]
-    return whole.rounded(x.unsqueeze(1))[:, 0]
+        return fake_quantize(whole, x.expand(-1, -1, 2).unsqueeze(1))[:, 0, :, :1]
+    return fake_quantize(whole, x.unsqueeze(1))[:, 0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,9 +74,9 @@ def test_every_group_is_encoded_as_if_alone(kind, seed):
             clip = clips[h * count + g] if isinstance(clips, tuple) else clips
             wanted[:, h, :, inside] = alone(wide[:, h][..., inside], codec, clip)
     wanted = wanted.unflatten(3, (joined, DIM)).transpose(2, 3).reshape(x.shape)
-    assert torch.equal(codec.rounded(x), wanted)
-    words, params = codec.encode(x)
-    assert torch.equal(codec.decode(words, params, torch.float32), wanted)
+    assert torch.equal(fake_quantize(codec, x), wanted)
+    words, params = encode(codec, x)
+    assert torch.equal(decode(codec, words, params, torch.float32), wanted)
     bits = 8 * (words.nbytes + params.nbytes) / x.numel()
     assert bits == pytest.approx(codec.bits_per_element(DIM))
 
@@ -136,9 +138,7 @@ def test_fields_that_are_not_allowed(fields, value):
 
 
 def test_long_lists_are_shortened_for_people():
-    plan = TensorPlan.parse(
-        "int2.token8.sizes2,14,9,7.clip0.9,0.85,1.0,0.9/sinks=5,window=1,flush=1"
-    )
+    plan = parse_plan("int2.token8.sizes2,14,9,7.clip0.9,0.85,1.0,0.9/sinks=5,window=1,flush=1")
     assert plan.brief() == "int2.token8.sizes2..14.clip0.85..1.0/sinks=5,window=1,flush=1"
-    plain = TensorPlan.parse("int2.token8.clip0.9/window=1,flush=1")
+    plain = parse_plan("int2.token8.clip0.9/window=1,flush=1")
     assert plain.brief() == str(plain)

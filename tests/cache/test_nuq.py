@@ -12,9 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kvpass.cache.codec import Codec
-from kvpass.cache.encoding import offline_params, split_outliers, split_params
 from kvpass.errors import OptionError
+from kvpass.format.codec import Codec
+from kvpass.format.quantize import (
+    decode,
+    encode,
+    fake_quantize,
+    offline_params,
+    split_outliers,
+    split_params,
+)
 from tests.strategies import SEEDS, randn
 
 TABLES = {
@@ -109,12 +116,12 @@ def test_keys_are_those_of_the_paper(name: str, seed: int) -> None:
     codec, x = KEYS[name], randn(2, H, 7, D, seed=seed)
     low, high = randn(H, D, seed=seed + 1) * 0.2 - 1, randn(H, D, seed=seed + 2) * 0.2 + 1
     params = offline_params(codec, low, high)
-    words, kept, *extra = codec.encode(x, params.unsqueeze(0))
+    words, kept, *extra = encode(codec, x, params.unsqueeze(0))
     assert torch.equal(kept, params.unsqueeze(0))
-    got = codec.decode(words, kept, torch.float32, *extra)
+    got = decode(codec, words, kept, torch.float32, *extra)
     wanted, places = keys_by_the_paper(x.numpy(), low.numpy(), high.numpy(), codec)
     assert_close(got, torch.from_numpy(wanted), rtol=0, atol=1e-6)
-    assert_close(codec.rounded(x, params), got, rtol=0, atol=0)
+    assert_close(fake_quantize(codec, x, params), got, rtol=0, atol=0)
     assert (places_of(extra[0]) if extra else set()) == places
 
 
@@ -122,11 +129,11 @@ def test_keys_are_those_of_the_paper(name: str, seed: int) -> None:
 @given(SEEDS)
 def test_values_are_those_of_the_paper(name: str, seed: int) -> None:
     codec, x = VALUES[name], randn(2, H, 7, D, seed=seed)
-    words, params, *extra = codec.encode(x)
-    got = codec.decode(words, params, torch.float32, *extra)
+    words, params, *extra = encode(codec, x)
+    got = decode(codec, words, params, torch.float32, *extra)
     wanted, places = values_by_the_paper(x.numpy(), codec)
     assert_close(got, torch.from_numpy(wanted), rtol=0, atol=1e-6)
-    assert_close(codec.rounded(x), got, rtol=0, atol=0)
+    assert_close(fake_quantize(codec, x), got, rtol=0, atol=0)
     assert (places_of(extra[0]) if extra else set()) == (places if codec.outliers else set())
 
 
@@ -135,16 +142,16 @@ def test_a_table_of_even_levels_is_uniform_quantization() -> None:
     x = randn(1, H, 30, D, seed=3)
     even = Codec(3, "token", H * D, table=tuple(np.linspace(-1, 1, 8).tolist()))
     uniform = replace(even, table=None)
-    step = split_params(uniform.encode(x)[1])[0].max().item()
-    assert (even.rounded(x) - uniform.rounded(x)).abs().max().item() < 0.51 * step
-    assert (even.rounded(x) - x).abs().max().item() < 0.51 * step
+    step = split_params(encode(uniform, x)[1])[0].max().item()
+    assert (fake_quantize(even, x) - fake_quantize(uniform, x)).abs().max().item() < 0.51 * step
+    assert (fake_quantize(even, x) - x).abs().max().item() < 0.51 * step
 
 
 def test_an_outlier_that_is_no_number_shows() -> None:
     codec, x = KEYS["nuq3-1%"], randn(1, H, 3, D, seed=0)
     x[0, 1, 2, 5] = torch.nan
     params = offline_params(codec, torch.full((H, D), -1.0), torch.full((H, D), 1.0))
-    assert codec.rounded(x, params).isnan().nonzero().tolist() == [[0, 1, 2, 5]]
+    assert fake_quantize(codec, x, params).isnan().nonzero().tolist() == [[0, 1, 2, 5]]
 
 
 @pytest.mark.parametrize("codec", [*KEYS.values(), *VALUES.values()], ids=str)
@@ -156,7 +163,7 @@ def test_names(codec: Codec) -> None:
 def test_bits_are_counted() -> None:
     x = randn(1, H, 8, D, seed=0)
     for codec in VALUES.values():
-        held = sum(8 * part.nbytes for part in codec.encode(x)) / x.numel()
+        held = sum(8 * part.nbytes for part in encode(codec, x)) / x.numel()
         assert held == pytest.approx(codec.bits_per_element(D, H))
     assert KEYS["nuq2"].bits_per_element(D, H) == 2, "ranges do not grow"
     assert KEYS["nuq3-1%"].bits_per_element(D, H) == 3 + 2 * 32 / (H * D)
@@ -201,5 +208,5 @@ def test_outliers_of_equal_values(batch: int, tokens: int, seed: int) -> None:
     """Ties: any of them are outliers, each once."""
     x = torch.full((batch, H, tokens, D), float(seed % 7))
     codec = VALUES["nuq3-1%"]
-    words, params, outliers = codec.encode(x)
-    assert torch.equal(codec.decode(words, params, torch.float32, outliers), x)
+    words, params, outliers = encode(codec, x)
+    assert torch.equal(decode(codec, words, params, torch.float32, outliers), x)

@@ -8,11 +8,13 @@ import pickle
 import pytest
 import torch
 
-from kvpass import ChannelOrder, LayerPlan, PackedKV, TensorPlan
-from kvpass.cache.native import DECODES
+from kvpass import ChannelOrder, LayerPlan, PackedKV
 from kvpass.errors import PlanError
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import decode, encode
 from kvpass.ops import logical
 from kvpass.oracle import OracleLayer
+from kvpass.tensor.dispatch import DECODES
 from tests.cache.test_packed import KEYS, NATIVE, VALUES, equal
 from tests.orders import free
 from tests.strategies import randn
@@ -106,12 +108,12 @@ def test_static_writes_are_in_the_models_order():
 
 
 def test_the_oracle_rounds_permuted_channels():
-    plan = TensorPlan.parse(TOKENS)
+    plan = parse_plan(TOKENS)
     layer = OracleLayer(LayerPlan(plan, plan, key_order=ORDER))
     x = randn(1, 2, 40, 16)
     layer.update(x, x)
     codec = plan.codec
-    wanted = ORDER.restore(codec.decode(*codec.encode(ORDER.store(x)), x.dtype))
+    wanted = ORDER.restore(decode(codec, *encode(codec, ORDER.store(x)), x.dtype))
     assert torch.equal(layer.keys, wanted)
-    assert torch.equal(layer.values, codec.decode(*codec.encode(x), x.dtype))
+    assert torch.equal(layer.values, decode(codec, *encode(codec, x), x.dtype))
     equal(ordered(TOKENS, x), wanted)

@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import CacheStateError
+from kvpass.format.parse import parse_plan
+from kvpass.tensor.packed import PackedKV
 
-PLAN = TensorPlan.parse("int4.token16/window=16,flush=1")
+PLAN = parse_plan("int4.token16/window=16,flush=1")
 SHAPE = (1, 2, 40, 16)
 ONES = torch.ones(SHAPE)
 

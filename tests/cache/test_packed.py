@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kvpass.cache.native import DECODES
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import StaleHandleError
+from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
 from kvpass.ops.append import row_ends
 from kvpass.oracle import OracleLayer
 from kvpass.plan import LayerPlan
 from kvpass.recipes import recipe
+from kvpass.tensor.dispatch import DECODES
+from kvpass.tensor.packed import PackedKV
 from tests.strategies import SEEDS, poisoned, randn, rounded, tensor_plans
 
 KEYS = "int2.channel8/window=0,flush=16"
@@ -90,10 +90,10 @@ def test_native_op_equals_the_plain_one(op, plan):
         result = op(source)
     if plan == KEYS and op in (NATIVE["cat"], NATIVE["cat of three"]):
         # 37 tokens: 32 packed, 5 exact; nothing is due before 48.
-        assert row_ends(source.ends) == [32, 37]
+        assert row_ends(source.segment_ends) == [32, 37]
     if plan == VALUES and op is NATIVE["cat of three"]:
         # After three more tokens, the next step packs those beyond a window of eight.
-        plain = rounded(plain, TensorPlan.parse(plan), 32)
+        plain = rounded(plain, parse_plan(plan), 32)
     equal(result, op(plain))
     assert not DECODES
 
@@ -275,15 +275,15 @@ MOVES = {
 def test_crop_through_a_group_keeps_its_rounded_tokens():
     x = packed(KEYS)
     cut = x[:, :, :21]
-    assert row_ends(x.ends) == [32, 37]
-    assert row_ends(cut.ends) == [16, 21]
+    assert row_ends(x.segment_ends) == [32, 37]
+    assert row_ends(cut.segment_ends) == [16, 21]
     assert torch.equal(cut.window.roll(0)[:, :, 16:21], x.decode()[:, :, 16:21])
 
 
 def test_rows_of_other_boundaries_decode_to_join():
     x = packed(VALUES, tokens=40)
     lagging = torch.cat([packed(VALUES, tokens=37), randn(2, 2, 3, 16)], 2)
-    assert row_ends(x.ends) != row_ends(lagging.ends)
+    assert row_ends(x.segment_ends) != row_ends(lagging.segment_ends)
     with pytest.warns(UserWarning, match="cat.default decoded a packed cache tensor"):
         joined = torch.cat([x, lagging])
     assert type(joined) is torch.Tensor
@@ -295,7 +295,7 @@ def test_growing_keeps_the_content(plan, tokens, tiles):
     with poisoned():
         x = packed(str(plan), tokens)
         before, capacity = x.decode(), x.capacity
-        x.grow(capacity + tiles * plan.tile)
+        x.grow("capacity", capacity + tiles * plan.tile)
         assert x.capacity == capacity + tiles * plan.tile
         equal(x, before)
         assert not any(t.isnan().any() for t in (x.decode(),))
@@ -304,7 +304,7 @@ def test_growing_keeps_the_content(plan, tokens, tiles):
 @PLANS
 def test_capacity_grows_geometrically(plan):
     x, moves, capacities = packed(plan, 1), 0, []
-    parsed = TensorPlan.parse(plan)
+    parsed = parse_plan(plan)
     while x.shape[2] < 6000:
         x.reserve(1)
         if not capacities or x.capacity != capacities[-1]:
@@ -326,7 +326,7 @@ def test_room_is_made_before_it_is_needed(plan):
         x.reserve(n)
         torch.ops.kvpass.append.default(x.state, randn(2, 2, n, 16, seed=n), plan)
         x = x.extended(n)
-        assert row_ends(x.ends)[0] <= x.capacity
+        assert row_ends(x.segment_ends)[0] <= x.capacity
         assert x.decode().isfinite().all()
 
 
@@ -430,7 +430,7 @@ def test_nbytes_is_the_sum_of_the_formula(plan, batch, tokens):
     if codec.identity:
         expected = rows * capacity * 80 * 4 + batch * 4
     else:
-        codes = rows * capacity * 2 * codec.words(80)
+        codes = rows * capacity * 2 * codec.words.count(80)
         params = rows * capacity * 80 // codec.group * (2 if codec.params == "fp8" else 4)
         exact = rows * (plan.ring + plan.sinks) * 80 * 4
         expected = codes + params + exact + batch * len(plan.segments) * 4

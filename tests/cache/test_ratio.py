@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from kvpass import oracle_cache
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import MAX_STEP, Residency
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import OptionError, PlanError
+from kvpass.format.parse import parse_plan
+from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops import logical
 from kvpass.ops.append import row_ends
 from kvpass.oracle import OracleLayer
 from kvpass.plan import LayerPlan, Plan
-from kvpass.runtime import _restore, _save
+from kvpass.tensor.packed import PackedKV
 from tests.harness import compiled, graphs_compiled, run_steps
 from tests.models import prompt, tiny_model
 from tests.strategies import SEEDS, poisoned, randn, steps
@@ -35,7 +35,7 @@ def plans(draw):
     ratio = draw(st.integers(1, 999)) / 1000
     sinks = draw(st.sampled_from(["", "sinks=3,"]))
     window = draw(st.sampled_from([0, 0, 20]))
-    return TensorPlan.parse(f"{codec}/{sinks}window={window},flush={flush},{rule}={ratio}")
+    return parse_plan(f"{codec}/{sinks}window={window},flush={flush},{rule}={ratio}")
 
 
 def simulated(plan: TensorPlan, lengths: list[int]) -> list[int]:
@@ -77,7 +77,7 @@ def test_what_is_packed_is_what_the_rule_says(plan, lengths):
         start = sum(lengths[:i])
         new = x[:, :, start : start + n]
         handle = logical.append(handle, new, str(plan)) if i == 0 else torch.cat([handle, new], 2)
-        *_, packed, total = row_ends(handle.ends)
+        *_, packed, total = row_ends(handle.segment_ends)
         assert (packed, total) == (wanted[i], start + n)
         assert total - packed + MAX_STEP * (plan.residency.pivotal > 0) <= handle.window.shape[2]
         assert torch.equal(handle.decode()[:, :, packed:], x[:, :, packed : start + n])
@@ -92,11 +92,11 @@ def test_a_failed_step_leaves_no_trace(plan, lengths, new):
         start = sum(lengths[:i])
         handle = torch.cat([handle, x[:, :, start : start + n]], 2)
     handle.reserve(new)
-    before, ends = handle.decode(), handle.ends.clone()
-    saved = _save(handle, new)
+    before, ends = handle.decode(), handle.segment_ends.clone()
+    saved = handle.snapshot(new)
     torch.ops.kvpass.append(handle.state, randn(1, 1, new, 16, seed=1), str(plan))
-    _restore(handle, saved)
-    assert torch.equal(handle.ends, ends)
+    handle.undo(saved)
+    assert torch.equal(handle.segment_ends, ends)
     assert torch.equal(handle.decode(), before)
 
 
@@ -106,13 +106,13 @@ def test_the_pivotal_context_collapses_and_a_fraction_does_not():
     for rule in ("pivotal", "fraction"):
         plan = f"int2.channel32/window=0,flush=32,{rule}=0.1"
         handle = logical.append(None, torch.zeros(1, 1, 4096, 16), plan)
-        exact[rule] = [4096 - row_ends(handle.ends)[0]]
+        exact[rule] = [4096 - row_ends(handle.segment_ends)[0]]
         for _ in range(4):
             handle = torch.cat([handle, torch.zeros(1, 1, 1, 16)], 2)
-            packed, total = row_ends(handle.ends)
+            packed, total = row_ends(handle.segment_ends)
             exact[rule].append(total - packed)
         held = handle.window.shape[2]
-        assert held == (TensorPlan.parse(plan).ring if rule == "pivotal" else 409 + 63)
+        assert held == (parse_plan(plan).ring if rule == "pivotal" else 409 + 63)
     assert exact == {"pivotal": [416, 65, 34, 35, 4], "fraction": [416, 417, 418, 419, 420]}
 
 
@@ -134,7 +134,7 @@ def test_a_cache_is_the_oracles(plan, seed, actions):
                 oracle.crop(-7)
             elif action == "batch":
                 grown = handle.clone()
-                grown.grow_window(handle.window.shape[2] + 9)
+                grown.grow("window", handle.window.shape[2] + 9)
                 handle = torch.cat([grown, handle])[1:]
             else:
                 new = x[:, :, total : total + action]
@@ -147,7 +147,7 @@ def test_a_cache_is_the_oracles(plan, seed, actions):
 def test_generation_equals_the_oracle_in_two_graphs() -> None:
     """While one ring shrinks and the other grows."""
     torch._dynamo.utils.counters.clear()
-    parse = TensorPlan.parse
+    parse = parse_plan
     keys = parse("int2.channel8/window=0,flush=8,pivotal=0.5")
     values = parse("int2.token8/window=3,flush=2,fraction=0.4")
     plan = Plan(LayerPlan(keys, values))
@@ -169,7 +169,7 @@ def test_generation_equals_the_oracle_in_two_graphs() -> None:
 
 def test_bytes_are_counted():
     """The ring is part of what is held, exact tokens of what an element takes."""
-    plan = TensorPlan.parse("int2.token16/window=0,flush=1,fraction=0.25")
+    plan = parse_plan("int2.token16/window=0,flush=1,fraction=0.25")
     x = logical.append(None, torch.zeros(1, 2, 1000, 16), str(plan))
     assert x.window.shape[2] == plan.slots(1000) == 250 + 1 + 2 * MAX_STEP - 1
     capacity = plan.capacity(750)
@@ -179,11 +179,11 @@ def test_bytes_are_counted():
 
 @given(plans())
 def test_plans_parse_back(plan):
-    assert TensorPlan.parse(str(plan)) == plan
+    assert parse_plan(str(plan)) == plan
 
 
 def test_where_tokens_leave_there_is_no_ratio():
-    plan = TensorPlan.parse("int2.token8/window=8,flush=1,fraction=0.1")
+    plan = parse_plan("int2.token8/window=8,flush=1,fraction=0.1")
     assert str(plan.sliding(100)) == "int2.token8/window=8,flush=1/keep=100"
     assert str(plan.static(64)) == "int2.token8/window=8,flush=1/keep=63/room=64"
     with pytest.raises(PlanError, match="No ratio of the tokens can stay exact where only 100 "):

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.cache.codec import FP, Codec
-from kvpass.cache.residency import MAX_STEP, Residency
-from kvpass.cache.tensor_plan import TILE, Segment, TensorPlan
 from kvpass.errors import OptionError, PlanError
+from kvpass.format.codec import FP, Codec
+from kvpass.format.parse import parse_plan
+from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.tensor_plan import TILE, Segment, TensorPlan
 from tests.strategies import steps, tensor_plans
 
 PLANS = st.sampled_from([16, 64, 80, 128]).flatmap(tensor_plans)
@@ -75,25 +76,25 @@ def test_ring_holds_the_exact_tokens_and_spares_a_step(plan, lengths):
 
 @given(PLANS)
 def test_segments_and_state_names(plan):
-    ring, exact = Segment(FP, plan.ring), ("codes", "params", "window")
+    ring, exact = Segment(FP, plan.ring), ("codes", "qparams", "window")
     if plan.codec.identity:
         assert plan.segments == (Segment(FP, None),)
-        assert plan.state_names == ("codes", "ends")
+        assert plan.layout.names == ("codes", "segment_ends")
         assert plan.packed(37) == 37
         return
     if plan.sinks:
         assert plan.segments == (Segment(FP, plan.sinks), Segment(plan.codec), ring)
-        assert plan.state_names == (*exact, "sinks", "ends")
+        assert plan.layout.names == (*exact, "sinks", "segment_ends")
     else:
         assert plan.segments == (Segment(plan.codec, None), ring)
-        assert plan.state_names == (*exact, "ends")
+        assert plan.layout.names == (*exact, "segment_ends")
     assert plan.ring == plan.residency.window + plan.residency.flush + MAX_STEP - 1
     assert plan.packed(37) == plan.residency.due(37 - plan.sinks)
 
 
 @given(PLANS)
 def test_plan_parses_back(plan):
-    assert TensorPlan.parse(str(plan)) == plan
+    assert parse_plan(str(plan)) == plan
 
 
 def test_sinks_are_printed_where_there_are_any():
@@ -103,11 +104,11 @@ def test_sinks_are_printed_where_there_are_any():
     assert str(TensorPlan(codec, Residency(128, 32, 5))) == (
         "int2.channel32/sinks=5,window=128,flush=32"
     )
-    assert TensorPlan.parse("int2.channel32/sinks=0,window=128,flush=32") == plain
+    assert parse_plan("int2.channel32/sinks=0,window=128,flush=32") == plain
 
 
 def test_a_window_that_slides_has_no_sinks():
-    plan = TensorPlan.parse("int2.token8/sinks=5,window=8,flush=1")
+    plan = parse_plan("int2.token8/sinks=5,window=8,flush=1")
     assert str(plan.sliding(100)) == "int2.token8/window=8,flush=1/keep=100"
     assert str(plan.static(64)) == "int2.token8/window=8,flush=1/keep=63/room=64"
     with pytest.raises(PlanError) as caught:
@@ -131,7 +132,7 @@ def test_a_window_that_slides_has_no_sinks():
 )
 def test_unreadable_plan(text):
     with pytest.raises(PlanError) as caught:
-        TensorPlan.parse(text)
+        parse_plan(text)
     assert str(caught.value) == (
         f"Tensor plan {text!r} cannot be read; allowed: 'fp' or e.g. "
         "'int2.channel32/window=0,flush=128', 'int2.channel32|int4.channel32|fp/chunk=32'."

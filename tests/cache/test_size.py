@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpass import recipe
-from kvpass.cache.size import held_bytes, stored_bits
+from kvpass.tensor.size import held_bytes, stored_bits
 from tests.harness import compiled, run_steps
 from tests.models import prompt, tiny_model
 
@@ -15,7 +15,7 @@ def test_cosines_and_sines_count_once() -> None:
     model = tiny_model("llama")
     _, cache = run_steps(compiled(model, recipe("fp", before_rope=True)), prompt(1, 40), [40])
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    rotary = tensors[0].rotary
+    rotary = tensors[0].cos_sin
     assert held_bytes(tensors) == sum(t.nbytes for t in tensors) - rotary.nbytes
     # 40 rows of 16 numbers, and for each tensor the 32 bits of its length; `fp` counts 16 bits.
     elements = 4 * 2 * 40 * 16

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kvpass.cache.native import DECODES
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
+from kvpass.format.parse import parse_plan
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops import logical
 from kvpass.oracle import OracleSlidingLayer
 from kvpass.plan import LayerPlan
+from kvpass.tensor.dispatch import DECODES
+from kvpass.tensor.packed import PackedKV
 from tests.strategies import poisoned, randn, steps, tensor_plans
 
 KEYS = "int2.channel8/window=0,flush=16"
@@ -66,7 +67,7 @@ def test_a_ring_holds_what_a_cache_that_drops_nothing_shows(plan, keep, lengths,
 @pytest.mark.parametrize("taken_back", [0, 1, 7])
 def test_tokens_are_taken_back(text, taken_back):
     """As in assisted decoding: a step keeps all tokens until some of them are taken back."""
-    keep, plan = 40, TensorPlan.parse(text)
+    keep, plan = 40, parse_plan(text)
     layer = oracle(plan, keep)
     packed = None
     for i, n in enumerate([70, *[9] * 30]):
@@ -123,11 +124,11 @@ def test_rows_are_joined_and_selected():
     "text", ["fp/keep=15", f"{KEYS}/keep=15", "fp/keep=63/room=64", f"{VALUES}/keep=63/room=64"]
 )
 def test_plans_print_and_parse(text):
-    assert str(TensorPlan.parse(text)) == text
+    assert str(parse_plan(text)) == text
 
 
 def test_short_windows_are_not_packed():
-    plan = TensorPlan.parse(VALUES)
+    plan = parse_plan(VALUES)
     assert plan.sliding(9) == TensorPlan(keep=9)
     assert plan.sliding(10) == replace(plan, keep=10)
 

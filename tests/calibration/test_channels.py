@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpass.cache.groups import Groups
 from kvpass.calibration import channels
 from kvpass.calibration.channels import Ranges, cluster
 from kvpass.calibration.seen import Rotation
 from kvpass.errors import OptionError
+from kvpass.format.groups import Groups
 from kvpass.rules.pushes.rotary import keeps_halves, keeps_neighbours
 from tests.strategies import SEEDS, randn
 

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpass import ChannelOrder, LayerPlan, TensorPlan
+from kvpass import ChannelOrder, LayerPlan
 from kvpass.calibration.clipping import ALPHAS, ClipSearch
 from kvpass.calibration.seen import Seen
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import fake_quantize
 from tests.strategies import randn
 
 TOKENS, DIM, WINDOW, SINKS = 40, 16, 8, 3
-PLAN = TensorPlan.parse(f"int2.token8.fp8/sinks={SINKS},window={WINDOW},flush=1")
+PLAN = parse_plan(f"int2.token8.fp8/sinks={SINKS},window={WINDOW},flush=1")
 
 
 def look(seed: int = 0, **variant) -> Seen:
@@ -46,7 +48,7 @@ def expected(seen: Seen, plan: LayerPlan, positions: list[int], kind: str) -> to
     errors = torch.zeros(len(ALPHAS), 2, 2)
     for i, alpha in enumerate(ALPHAS):
         stored = exact if order is None else order.store(exact)
-        rounded = replace(tensor.codec, clip=alpha).rounded(stored)
+        rounded = fake_quantize(replace(tensor.codec, clip=alpha), stored)
         for group in range(2):
             inside = tensor.codec.groups.members(2, DIM)[:, None] == group
             mixed = torch.where(inside, rounded, stored)
@@ -85,21 +87,21 @@ def test_errors_are_those_of_the_attentions_output(variant):
 
 
 def test_several_heads_in_a_group_have_one_factor():
-    plan = TensorPlan.parse("int2.token32/window=0,flush=1")
+    plan = parse_plan("int2.token32/window=0,flush=1")
     search = ClipSearch(LayerPlan(plan, plan), seed=0)
     search.add(look())
     assert [len(search.clip(kind)) for kind in ("keys", "values")] == [1, 1]
 
 
 def test_texts_within_the_exact_tokens_say_nothing():
-    plan = TensorPlan.parse("int2.token8/window=39,flush=1")
+    plan = parse_plan("int2.token8/window=39,flush=1")
     search = ClipSearch(LayerPlan(plan, plan), seed=0)
     search.add(look())
     assert search.clip("keys") == search.clip("values") == 1.0
 
 
 def test_keys_per_channel_are_not_clipped():
-    plan = LayerPlan(TensorPlan.parse("int2.channel8/window=0,flush=8"), PLAN)
+    plan = LayerPlan(parse_plan("int2.channel8/window=0,flush=8"), PLAN)
     search = ClipSearch(plan, seed=0)
     search.add(look())
     assert search.clip("keys") == 1.0

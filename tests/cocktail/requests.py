@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cocktail import ChunkBits, use
+from kvpass.format.parse import parse_plan
 from kvpass.plan import LayerPlan, Plan
 from tests.harness import run_steps
 
@@ -32,9 +33,8 @@ def any_bits(
 
 def plan_of(keys: str, values: str) -> Plan:
     """The same for all layers."""
-    from kvpass import TensorPlan
 
-    return Plan(LayerPlan(TensorPlan.parse(keys), TensorPlan.parse(values)))
+    return Plan(LayerPlan(parse_plan(keys), parse_plan(values)))
 
 
 def run_request(

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass import PackedKV, TensorPlan
+from kvpass import PackedKV
 from kvpass.cocktail import use
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import fake_quantize
 from kvpass.ops import logical
 from tests.cocktail.requests import any_bits
 from tests.tolerances import ATTENTION_FP32
@@ -24,7 +26,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def packed(x: torch.Tensor, plan: str, seed: int, first: int | None = None) -> PackedKV:
     """Two prompts, the second behind ``first`` tokens, then one decode step of the rest."""
-    labels = TensorPlan.parse(plan).labels
+    labels = parse_plan(plan).chunk_bits
     first = x.shape[2] if first is None else first
     with use(any_bits(x.shape[0], first, seed, labels)):
         handle = logical.reorder_chunks(None, x[:, :, :first], plan)
@@ -68,16 +70,18 @@ def test_chunks_are_rounded_by_the_codecs_of_their_bits(
 ) -> None:
     """Each chunk on its own, where it stands."""
     first = min(first, tokens)
-    p, x = TensorPlan.parse(plan), randn(2, 2, tokens, 16, seed=seed)
+    p, x = parse_plan(plan), randn(2, 2, tokens, 16, seed=seed)
     handle = packed(x, plan, seed, first)
-    wanted, codecs = x.clone(), {c.bits: c for c in p.levels}
+    wanted, codecs = x.clone(), {c.bits: c for c in p.chunk_codecs}
     later = max(0, tokens - first - 3) if tokens - first > 16 else 0
     for past, new, shift in ((0, first, 0), (first, later, 1)):
-        bits = any_bits(2, new, seed + shift, p.labels)
+        bits = any_bits(2, new, seed + shift, p.chunk_bits)
         for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
             for i, level in enumerate(asked):
                 part = slice(past + start + 8 * i, past + start + 8 * i + 8)
                 if level != 16:
-                    wanted[row, :, part] = codecs[level].rounded(x[row : row + 1, :, part])[0]
+                    wanted[row, :, part] = fake_quantize(codecs[level], x[row : row + 1, :, part])[
+                        0
+                    ]
     assert torch.equal(handle.decode(), wanted)
-    assert handle.ends.sum(1).tolist() == [tokens, tokens]
+    assert handle.segment_ends.sum(1).tolist() == [tokens, tokens]

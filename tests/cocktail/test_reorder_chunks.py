@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from kvpass import PackedKV, Plan, TensorPlan, explain, oracle_cache, recipe
+from kvpass import PackedKV, Plan, explain, oracle_cache, recipe
 from kvpass.cocktail import ChunkBits, use
 from kvpass.errors import OptionError, PlanError
+from kvpass.format.parse import parse_plan
 from tests.cocktail.requests import CHUNK, any_bits, plan_of, run_request
 from tests.harness import batch_text, compiled, graphs_compiled, oracle, run_steps
 from tests.models import prompt, tiny_model
@@ -33,7 +34,7 @@ STEPS = [70] + [1] * 4
 def error(model: Any, twin: Any, plan: Any, seed: int, steps: list[int], **more: Any) -> float:
     """The largest difference to the oracle, for a batch of three sequences, padded on the left."""
     ids, mask, visible = batch_text(sum(steps), True, seed=seed)
-    bits = any_bits(3, steps[0], seed, plan.default.keys.labels, **more)
+    bits = any_bits(3, steps[0], seed, plan.default.keys.chunk_bits, **more)
     wanted, _ = run_request(model, ids, steps, bits, mask, oracle_cache(plan, model.config))
     got, cache = run_request(twin, ids, steps, bits, mask)
     assert all(isinstance(t, PackedKV) for x in cache.layers for t in (x.keys, x.values))
@@ -114,7 +115,7 @@ def test_chats_and_small_steps(plan: Any) -> None:
     position = 0
     for number, steps in enumerate(turns):
         end = position + sum(steps)
-        bits = any_bits(3, steps[0], number, plan.default.keys.labels)
+        bits = any_bits(3, steps[0], number, plan.default.keys.chunk_bits)
         if number == 2:
             # Without bits of its own.
             bits = ChunkBits(((), (), ()), (0, 0, 0), CHUNK)
@@ -156,7 +157,9 @@ def test_caches_crop_reorder_and_join() -> None:
                 got = getattr(x, kind)
                 assert isinstance(got, PackedKV)
                 assert torch.equal(got.decode(), getattr(y, kind))
-                assert torch.equal(got.ends.sum(1), torch.full((got.shape[0],), got.shape[2]))
+                assert torch.equal(
+                    got.segment_ends.sum(1), torch.full((got.shape[0],), got.shape[2])
+                )
 
     def both(change: Any) -> list[Any]:
         found = [copy.deepcopy(ours), copy.deepcopy(theirs)]
@@ -267,7 +270,7 @@ def test_a_prompt_without_bits_stays_exact_and_says_so_once() -> None:
     with pytest.warns(UserWarning, match=r"kvpass\.cocktail\.use\(bits\)"):
         got, cache = run_steps(twin, ids, [50] + [1] * 10)
     assert (got - wanted).abs().max().item() <= logits(torch.float32)
-    assert cache.layers[0].keys.ends[0].tolist() == [0, 0, 60]
+    assert cache.layers[0].keys.segment_ends[0].tolist() == [0, 0, 60]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         run_steps(twin, ids, [50, 1])
@@ -298,14 +301,14 @@ def test_layers_with_windows_take_the_middle_level() -> None:
     wanted, _ = run_request(model, ids, steps, bits, None, oracle_cache(plan, model.config))
     got, cache = run_request(compiled(model, COCKTAIL), ids, steps, bits)
     assert (got - wanted).abs().max().item() <= logits(torch.float32)
-    assert not cache.layers[0].keys.plan.levels
+    assert type(cache.layers[0].keys) is PackedKV
 
 
 def test_static_caches_are_refused() -> None:
     model = tiny_model("llama", layers=1)
     twin = compiled(model, COCKTAIL)
     cache = StaticCache(config=model.config, max_cache_len=64)
-    with pytest.warns(UserWarning, match="a static cache takes no chunks of different bits"):
+    with pytest.warns(UserWarning, match="A static cache takes no chunks of different bits"):
         got, _ = run_steps(twin, prompt(1, 20), [20], None, cache)
     assert torch.isfinite(got).all()
 
@@ -338,7 +341,7 @@ def test_plans(tmp_path: Any) -> None:
         plan_of("int2.token32|fp/chunk=8", "int2.token32|fp/chunk=8").layer_plan("0", 48, 48)
     with pytest.raises(PlanError, match="no multiple of the group of 32"):
         recipe("cocktail", chunk=48)
-    plan = TensorPlan.parse(str(COCKTAIL.layer_plan("0", 64, 64).keys))
+    plan = parse_plan(str(COCKTAIL.layer_plan("0", 64, 64).keys))
     assert str(plan) == "int2.channel8|int4.channel8|fp/chunk=8"
     path = tmp_path / "plan.safetensors"
     OTHERS.save(path)

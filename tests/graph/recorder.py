@@ -12,13 +12,13 @@ from torch.fx import Graph, GraphModule
 from torch.testing import assert_close
 
 from kvpass._torch import copy_source
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import MAX_STEP
-from kvpass.graph.packed_readers import unpack_unknown_readers
+from kvpass.format.retention import MAX_STEP
 from kvpass.graph.sites import Sites, find_sites
 from kvpass.graph.verify import verify_rewritten
-from kvpass.recipes import Planner, recipe
+from kvpass.plan import Planner
+from kvpass.recipes import recipe
 from kvpass.rules import Context, Event, apply_rules
+from kvpass.tensor.packed import PackedKV
 from tests.strategies import randn, rounded
 
 
@@ -63,7 +63,7 @@ class Record:
                 assert type(got) is type(plain)
                 assert_close(got, plain, rtol=0, atol=atol)
                 continue
-            packed = 0 if got.plan.codec.identity else int(got.ends[0, -2])
+            packed = 0 if got.plan.codec.identity else int(got.segment_ends[0, -2])
             count = max(0, packed - (got.written - got.shape[2]))
             assert got.shape == plain.shape
             assert_close(got.decode()[:, :, count:], plain[:, :, count:], rtol=0, atol=atol)
@@ -106,7 +106,6 @@ class Recorder:
             for cat, u in context.sites.updates.items()
         ]
         events = apply_rules(context)
-        unpack_unknown_readers(after.graph)
         verify_rewritten(after.graph)
         after.recompile()
         record = Record(before, after, find_sites(before.graph), events, updates)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as nnf
 from transformers import DynamicCache
 
-from kvpass.cache.residency import MAX_STEP
+from kvpass.format.retention import MAX_STEP
 from kvpass.graph.pattern import argument, op_name
 from kvpass.graph.sites import nearest_miss, reads_update
 from kvpass.recipes import recipe

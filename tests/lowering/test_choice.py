@@ -15,9 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
+from kvpass.graph.sites import Sites
 from kvpass.ops.pack import pack_fake
 from kvpass.ops.rotary import rotated
-from lowering import Choice, compiler_problem, lower
+from kvpass.recipes import recipe
+from kvpass.rules import BOUND_RULES, Context, apply_rules
+from lowering import Choice, compiler_problem, lower, served_by
 from lowering.cpp import library
 from lowering.cpp.library import decline_compiler, load_function
 from lowering.providers import PROVIDERS
@@ -84,10 +87,14 @@ def test_what_no_kernel_turns_is_turned_before(plan, dtype, provider, reason):
     wanted = [t.clone() for t in examples]
     *state, new, rows = wanted
     torch.ops.kvpass.append(state, new, plan, rows, "halves0-16")
+    context = Context(graph, Sites(), recipe("fp"), served_by=served_by)
+    events = apply_rules(context, BOUND_RULES)
     (choice,) = lower(graph)
     assert choice.provider == provider
-    reasons = dict(choice.declined)
-    assert reasons.get("cpp", "").startswith(reason) if reason else not reasons
+    if reason is None:
+        assert events == []
+    else:
+        assert f"cpp declined: {reason}" in events[0].detail
     names = [node.target for node in graph.nodes]
     assert (rotated in names) == (reason is not None)
     torch.fx.GraphModule({}, graph)(*examples)
@@ -253,7 +260,7 @@ def test_kernels_are_inlined_and_only_written_tensors_count_as_mutated(monkeypat
         aot_module_simplified(module, inputs, fw_compiler=keep, inference_compiler=keep)
     launches = [n for n in graphs[0].graph.nodes if "triton_kernel_wrapper" in str(n.target)]
     assert [n.kwargs["tensors_to_clone"] for n in launches] == [
-        *[["codes", "params", "window"], ["ends"]] * 2,
+        *[["codes", "qparams", "window"], ["segment_ends"]] * 2,
         ["partial", "statistics"],
         ["out"],
         ["out"],

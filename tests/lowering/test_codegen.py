@@ -11,9 +11,10 @@ import pytest
 
 from kvpass.errors import KernelError
 from lowering import codegen
-from triton_templates import Layout, render, template_names
+from lowering.layouts import layout_of
+from triton_templates import render, template_names
 
-LAYOUT = Layout(64, 4, "channel", 32, 143)
+LAYOUT = layout_of("int4.channel32/window=0,flush=128", 64)
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +88,11 @@ def test_import_errors_name_the_file():
 @pytest.mark.parametrize("template", template_names())
 def test_generated_files_pass_the_linter(template, tmp_path):
     layouts = (
-        Layout(128),
+        layout_of("fp", 128),
         LAYOUT,
-        Layout(64, 2, "token", 32, 144),
-        Layout(96, 8, "token", 24, 20),
-        Layout(96, 2, "token", 32, 40),
+        layout_of("int2.token32/window=128,flush=1", 64),
+        layout_of("int8.token24/window=4,flush=1", 96),
+        layout_of("int2.token32/window=24,flush=1", 96),
     )
     for layout in layouts:
         parameters = {"layout": layout}

@@ -7,11 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.residency import MAX_STEP, Residency
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import decode
+from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.state import empty_state
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.append import read_window, row_ends
-from kvpass.ops.pack import empty_state, write_window
+from kvpass.ops.pack import write_window
+from kvpass.tensor.packed import PackedKV
 from tests.strategies import DTYPES, SEEDS, poisoned, randn, rounded, steps, tensor_plans
 
 ops = torch.ops.kvpass
@@ -47,7 +50,7 @@ def packed_end(plan: TensorPlan, lengths) -> int:
 
 def packed_slots(handle: PackedKV) -> int:
     """Slots of the packed segment that are written."""
-    ends = row_ends(handle.ends)
+    ends = row_ends(handle.segment_ends)
     return ends[0] if handle.plan.codec.identity else max(0, ends[-2] - handle.plan.sinks)
 
 
@@ -63,7 +66,7 @@ def test_state_is_a_rounded_prefix_and_an_exact_rest(case):
         decoded = handle.decode()
     packed, total = packed_end(plan, lengths), sum(lengths)
     ends = [min(plan.sinks, total), packed, total][-len(plan.segments) :]
-    assert handle.ends.tolist() == [ends] * 2
+    assert handle.segment_ends.tolist() == [ends] * 2
     assert_close(decoded, rounded(x, plan, packed), rtol=0, atol=0)
 
 
@@ -77,7 +80,7 @@ def test_any_chunking_equals_packing_at_once(case, last):
     with poisoned():
         chunked = packed_in_steps(x, plan, [*lengths, last])
         at_once = packed_in_steps(x, plan, [total, last])
-    assert chunked.ends.tolist() == at_once.ends.tolist()
+    assert chunked.segment_ends.tolist() == at_once.segment_ends.tolist()
     assert_close(chunked.decode(), at_once.decode(), rtol=0, atol=0)
     packed = packed_slots(chunked)
     assert torch.equal(at_once.codes[:, :, :packed], chunked.codes[:, :, :packed])
@@ -93,7 +96,7 @@ def test_pack_is_empty_and_append(case):
     text = str(plan)
     with poisoned():
         packed = ops.pack.default(x[:, :, :total], text)
-        state = empty_state(x, plan, total)
+        state = empty_state(x, plan, total).tensors
         state[-1].zero_()
         ops.append.default(state, x[:, :, :total], text)
         if total <= MAX_STEP:
@@ -139,7 +142,7 @@ def test_window_is_a_ring(ring, start, data):
 
 
 def test_token_is_attended_exactly_in_its_own_step():
-    plan = TensorPlan.parse("int2.token8/window=0,flush=1")
+    plan = parse_plan("int2.token8/window=0,flush=1")
     x = randn(1, 1, 60, 16)
     handle = packed_in_steps(x, plan, [40, 1, 3])
     assert torch.equal(handle.decode()[:, :, 41:44], x[:, :, 41:44])
@@ -147,20 +150,20 @@ def test_token_is_attended_exactly_in_its_own_step():
 
 
 def test_poison_reaches_every_kind_of_memory():
-    plan = TensorPlan.parse("int2.channel8/window=4,flush=8")
+    plan = parse_plan("int2.channel8/window=4,flush=8")
     with poisoned():
-        codes, params, window, ends = empty_state(randn(1, 1, 1, 16), plan, 8)
+        codes, params, window, ends = empty_state(randn(1, 1, 1, 16), plan, 8).tensors
         grown = codes.new_empty(3)
     assert window.isnan().all()
     assert (params == torch.iinfo(torch.int32).max).all()
     for words in (codes, grown):
         assert (words == torch.iinfo(torch.int16).max).all()
     assert (ends == torch.iinfo(torch.int32).max).all()
-    assert plan.codec.decode(codes[:, :, :8], params[:, :, :1], torch.float32).isnan().all()
+    assert decode(plan.codec, codes[:, :, :8], params[:, :, :1], torch.float32).isnan().all()
 
 
 def test_sinks_stay_exact():
-    plan = TensorPlan.parse("int1.token8/sinks=5,window=0,flush=1")
+    plan = parse_plan("int1.token8/sinks=5,window=0,flush=1")
     x = randn(2, 1, 120, 16)
     for lengths in ([120], [3, 1, 1, 1, 114], [1, 16, 3, 100], [2, 100, 18], [4]):
         handle = packed_in_steps(x[:, :, : sum(lengths)], plan, [*lengths])
@@ -170,7 +173,7 @@ def test_sinks_stay_exact():
 
 
 def test_residency_of_the_window_is_exact():
-    plan = TensorPlan(TensorPlan.parse("int2.token8/window=0,flush=1").codec, Residency(5, 1))
+    plan = TensorPlan(parse_plan("int2.token8/window=0,flush=1").codec, Residency(5, 1))
     x = randn(1, 1, 30, 16)
     handle = packed_in_steps(x, plan, [30])
     assert torch.equal(handle.decode()[:, :, 25:], x[:, :, 25:])

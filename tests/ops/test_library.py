@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
 from tests.strategies import DTYPES, poisoned, randn, tensor_plans
 
 ops = torch.ops.kvpass
@@ -54,7 +54,7 @@ def test_fakes_describe_the_results(case, b, h, tokens, dtype):
 
 @pytest.mark.parametrize("text", PLANS)
 def test_opcheck(text):
-    x, plan = randn(2, 2, 37, 16), TensorPlan.parse(text)
+    x, plan = randn(2, 2, 37, 16), parse_plan(text)
     # pack returns memory that nothing has written: its values cannot be compared.
     opcheck(ops.pack.default, (x, text), test_utils=("test_schema", "test_faketensor"))
     state = ops.pack.default(x, text)

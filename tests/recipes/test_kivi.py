@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from kvpass.cache.codec import FP
 from kvpass.errors import PlanError
+from kvpass.format.codec import FP
 from kvpass.plan import LayerPlan
 from kvpass.recipes import Fp, Kivi, recipe
 

@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from kvpass import PackedKV, explain, oracle_cache, recipe
-from kvpass.cache import native
-from kvpass.cache.rope import Rope
 from kvpass.errors import CacheStateError, PlanError
+from kvpass.format.rope import Rope
 from kvpass.oracle import inverse_rows
+from kvpass.tensor import dispatch
 from tests.harness import batch_text, compiled, graphs_compiled, run_steps
 from tests.models import prompt, tiny_model
 from tests.strategies import SEEDS, randn
@@ -84,7 +84,7 @@ def test_logits_equal_eager(name: str, padded: bool) -> None:
     for i, layer in enumerate(plain.layers):
         keys = keys_of(cache, i)
         assert keys.plan.rope is not None
-        assert keys.rotary is keys_of(cache).rotary, "all layers share the rows"
+        assert keys.cos_sin is keys_of(cache).cos_sin, "all layers share the rows"
         shown = layer.keys.shape[2]
         assert_close(keys.decode()[:, :, -shown:], layer.keys, rtol=0, atol=1e-5)
     fired = [e for g in explain(twin).graphs for e in g.events if e.rule == "cache_before_rope"]
@@ -111,7 +111,7 @@ def test_codes_are_those_of_keys_before_rope(inner: str) -> None:
     run_steps(model, ids, [len(ids[0])])
     before = projected[0].view(1, -1, 2, 16).transpose(1, 2)
     keys = keys_of(cache)
-    window = keys.written - int(keys.ends[0, -2])
+    window = keys.written - int(keys.segment_ends[0, -2])
     slots = torch.arange(keys.written - window, keys.written) % keys.window.shape[2]
     assert_close(keys.window[:, :, slots], before[:, :, -window:], rtol=0, atol=1e-5)
 
@@ -186,7 +186,7 @@ def test_eager_appends_decode_with_a_warning() -> None:
     _, cache = run_steps(compiled(model, FP), prompt(1, 30), [30])
     keys = keys_of(cache)
     new = randn(*keys.shape[:2], 1, keys.shape[3], seed=1)
-    native.DECODES.clear()
+    dispatch.DECODES.clear()
     with pytest.warns(UserWarning, match="decoded a packed cache tensor"):
         joined = torch.cat([keys, new], dim=2)
     assert not isinstance(joined, PackedKV)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import recipe
@@ -92,7 +92,7 @@ PLANS = [
 @pytest.mark.parametrize(("keys", "values"), PLANS)
 @pytest.mark.parametrize("function", [sdpa_repeated, eager_divided])
 def test_numbers_agree(function, keys, values):
-    plan = Plan(LayerPlan(TensorPlan.parse(keys), TensorPlan.parse(values)))
+    plan = Plan(LayerPlan(parse_plan(keys), parse_plan(values)))
     records = run(function, [20, 16, 16, 1], plan)
     assert all(record.fired("fuse_attention") == 1 for record in records[1:])
 

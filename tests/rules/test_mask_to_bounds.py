@@ -96,7 +96,7 @@ def test_applies_to_index_arithmetic(mask, one, several):
         assert events(record) == [detail]
         assert record.refused() == []
         (node,) = fused(record)
-        assert node.args[3] is None
+        assert node.kwargs["mask"] is None
         names = {op_name(n) for n in record.after.graph.nodes}
         assert not names & {"arange", "le", "gt", "where", "and_"}
 
@@ -108,7 +108,7 @@ def test_what_is_not_understood_stays(mask):
         assert rule == "mask_to_bounds"
         assert "no bound" in reason or "written" in reason
         (node,) = fused(record)
-        assert node.args[3] is not None
+        assert node.kwargs["mask"] is not None
 
 
 def test_data_stays_beside_the_bounds():
@@ -123,8 +123,8 @@ def test_data_stays_beside_the_bounds():
     _, several = run(attend, [20, 3], data=data)
     assert events(several) == ["causal, a mask of the rest"]
     (node,) = fused(several)
-    assert node.args[3].meta["example_value"].shape == (1, 1, 1, 23)
-    assert op_name(node.args[3]) == "logical_and"
+    assert node.kwargs["mask"].meta["example_value"].shape == (1, 1, 1, 23)
+    assert op_name(node.kwargs["mask"]) == "logical_and"
 
 
 def test_a_mask_that_is_an_argument_stays():
@@ -173,7 +173,7 @@ def test_padded_batches_leave_the_padding_which_layers_share(family):
     _, one, several = recorded(model, [30, 1, 3], left_padding([0, 5], 34))
     for record, detail in zip((one, several), details, strict=True):
         assert events(record) == [detail] * 2
-        masks = {node.args[3] for node in fused(record)}
+        masks = {node.kwargs["mask"] for node in fused(record)}
         assert len(masks) == 1
         assert masks.pop().meta["example_value"].shape[:3] == (2, 1, 1)
         assert not {op_name(n) for n in record.after.graph.nodes} & {"le", "gt", "and_"}

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kvpass import ChannelOrder, LayerPlan, Plan, TensorPlan
+from kvpass import ChannelOrder, LayerPlan, Plan
+from kvpass.format.parse import parse_plan
 from kvpass.graph.aliases import changed_storages
 from kvpass.ops import logical
 from tests.graph.captured import Captured
@@ -20,7 +21,7 @@ from tests.orders import free
 from tests.rules.test_fuse_attention import eager, sdpa, sdpa_repeated
 from tests.strategies import SEEDS, randn
 
-KEYS = TensorPlan.parse("int4.token8/window=4,flush=4")
+KEYS = parse_plan("int4.token8/window=4,flush=4")
 
 
 def order(seed: int, heads: int = 2, dim: int = 16) -> ChannelOrder:

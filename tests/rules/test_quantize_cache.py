@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as nnf
 from transformers import DynamicCache
 
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import PlanError
+from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import recipe
@@ -67,7 +67,7 @@ def test_a_further_prompt_attends_to_the_decoded_past():
     ],
 )
 def test_numbers_agree(keys, values):
-    plan = Plan(LayerPlan(TensorPlan.parse(keys), TensorPlan.parse(values)))
+    plan = Plan(LayerPlan(parse_plan(keys), parse_plan(values)))
     records = run(attend, [20, 1, 16, 20, 1], plan)
     assert all(record.fired("quantize_cache") == 2 for record in records)
 
@@ -89,7 +89,7 @@ def test_a_filled_cache_goes_on_as_it_was_begun():
 
 
 def test_a_plan_that_does_not_fit_is_an_error():
-    bad = Plan(LayerPlan(values=TensorPlan.parse("int2.token24/window=128,flush=1")))
+    bad = Plan(LayerPlan(values=parse_plan("int2.token24/window=128,flush=1")))
     with pytest.raises(PlanError, match="group 24 does not divide head_dim 16"):
         run(attend, [20], bad)
 

@@ -9,7 +9,8 @@ import kvpass.ops.append
 import kvpass.ops.attention
 import kvpass.ops.pack
 import kvpass.ops.unpack  # noqa: F401
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import State
 
 # Params whose scale and minimum are both NaN, and words that are no valid leftover of a test.
 NAN_PARAMS = {torch.int32: 0x7E007E00, torch.int16: 0x7F7F}
@@ -38,49 +39,47 @@ def keys_like(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype,
     return (x * spread + torch.randn(batch, heads, 1, dim, generator=g)).to(dtype)
 
 
-def live_slots(state: list[Tensor], plan: str, new: int = 0) -> tuple[Tensor, Tensor]:
+def live_slots(state: State, new: int = 0) -> tuple[Tensor, Tensor]:
     """The slots of the packed segment, and of the exact window's ring, that hold the tokens which a
     step of ``new`` tokens sees once it is stored; oldest first."""
-    p = TensorPlan.parse(plan)
-    ends = state[-1][0].tolist()
+    p, ends = state.plan, state.segment_ends[0].tolist()
     packed, total = ends[0] if p.codec.identity else ends[-2], ends[-1]
     first = max(total - p.visible(total, new), min(p.sinks, total))
-    slots = (torch.arange(first, max(first, packed)) - p.sinks) % state[0].shape[2]
+    slots = (torch.arange(first, max(first, packed)) - p.sinks) % state.capacity
     exact = torch.arange(max(first, packed), total)
-    return slots, exact if p.codec.identity else exact % state[2].shape[2]
+    return slots, exact if p.codec.identity else exact % state.window.shape[2]
 
 
-def poison(state: list[Tensor], plan: str, new: int = 0) -> list[Tensor]:
+def poison(tensors: list[Tensor], plan: str, new: int = 0) -> list[Tensor]:
     """Overwrites, in place, everything that no token of `live_slots` lives in."""
-    p = TensorPlan.parse(plan)
-    slots, exact = live_slots(state, plan, new)
-    dead = torch.ones(state[0].shape[2], dtype=torch.bool)
+    state = State.of(tensors, plan)
+    slots, exact = live_slots(state, new)
+    dead = torch.ones(state.capacity, dtype=torch.bool)
     dead[slots] = False
-    if p.codec.identity:
-        state[0][:, :, dead] = float("nan")
-        return state
-    state[0][:, :, dead] = POISON_WORD
-    if p.codec.axis == "channel":
-        state[1][:, :, dead.view(-1, p.codec.group).all(1)] = NAN_PARAMS[state[1].dtype]
-    else:
-        state[1][..., dead] = NAN_PARAMS[state[1].dtype]
-    unused = torch.ones(state[2].shape[2], dtype=torch.bool)
+    if state.plan.codec.identity:
+        state.codes[:, :, dead] = float("nan")
+        return tensors
+    state.codes[:, :, dead] = POISON_WORD
+    field = state.layout["qparams"]
+    groups = dead.view(-1, field.group).all(1)
+    state.qparams.movedim(field.token_dim, 0)[groups] = NAN_PARAMS[state.qparams.dtype]
+    unused = torch.ones(state.window.shape[2], dtype=torch.bool)
     unused[exact] = False
-    state[2][:, :, unused] = float("nan")
-    if p.sinks:
-        state[3][:, :, int(state[-1][0, 0]) :] = float("nan")
-    return state
+    state.window[:, :, unused] = float("nan")
+    if "sinks" in state:
+        state.sinks[:, :, int(state.segment_ends[0, 0]) :] = float("nan")
+    return tensors
 
 
-def spoil(state: list[Tensor], plan: str, stop: int) -> None:
+def spoil(tensors: list[Tensor], plan: str, stop: int) -> None:
     """Makes packed tokens before ``stop``, whole groups of them, decode to NaN."""
-    p = TensorPlan.parse(plan)
-    if p.codec.identity:
-        state[0][:, :, :stop] = float("nan")
-    elif p.codec.axis == "channel":
-        state[1][:, :, : stop // p.codec.group] = NAN_PARAMS[state[1].dtype]
+    state = State.of(tensors, plan)
+    if state.plan.codec.identity:
+        state.codes[:, :, :stop] = float("nan")
     else:
-        state[1][..., :stop] = NAN_PARAMS[state[1].dtype]
+        whole = stop // state.layout["qparams"].group * state.layout["qparams"].group
+        qparams = state.layout["qparams"].tokens(state.qparams, 0, whole)
+        qparams.fill_(NAN_PARAMS[qparams.dtype])
 
 
 def kivi(bits: int, group: int = 32) -> tuple[str, str]:
@@ -108,18 +107,19 @@ def states(plans, tokens, *, dim=64, heads=1, batch=1, dtype=torch.float16, step
     return made
 
 
-def written(state: list[Tensor], plan: str) -> list[Tensor]:
+def written(tensors: list[Tensor], plan: str) -> list[Tensor]:
     """The parts of a state that tokens live in, to be compared bit for bit."""
-    p = TensorPlan.parse(plan)
-    slots, exact = live_slots(state, plan)
-    if p.codec.identity:
-        return [state[0][:, :, slots], state[-1]]
-    if p.codec.axis == "channel":
-        params = state[1][:, :, (slots // p.codec.group).unique()]
-    else:
-        params = state[1][..., slots]
-    sinks = [state[3][:, :, : int(state[-1][0, 0])]] if p.sinks else []
-    return [state[0][:, :, slots], params, state[2][:, :, exact], *sinks, state[-1]]
+    state = State.of(tensors, plan)
+    slots, exact = live_slots(state)
+    parts = [state.codes[:, :, slots], state.segment_ends]
+    if state.plan.codec.identity:
+        return parts
+    field = state.layout["qparams"]
+    groups = (slots // field.group).unique() if field.group > 1 else slots
+    parts += [state.qparams.index_select(field.token_dim, groups), state.window[:, :, exact]]
+    if "sinks" in state:
+        parts.append(state.sinks[:, :, : int(state.segment_ends[0, 0])])
+    return parts
 
 
 def dense_attention(
@@ -136,8 +136,8 @@ def dense_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """Attention in float64 over the decoded cache."""
-    total, n = int(keys[-1][0, -1]), q.shape[2]
-    tokens = TensorPlan.parse(k_plan).visible(total, n)
+    total, n = State.of(keys, k_plan).length(), q.shape[2]
+    tokens = parse_plan(k_plan).visible(total, n)
     k = torch.ops.kvpass.unpack(keys, tokens, k_plan, torch.float32).double()
     v = torch.ops.kvpass.unpack(values, tokens, v_plan, torch.float32).double()
     groups = q.shape[1] // k.shape[1]

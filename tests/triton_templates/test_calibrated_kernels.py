@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpass.cache.encoding import offline_params, split_outliers
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import offline_params, split_outliers
+from kvpass.format.state import State
+from kvpass.tensor.packed import PackedKV
 from lowering import append, pack, unpack
 from lowering.attention import attend, attention, supports
 from lowering.heuristics import attention_candidates, attention_sizes
@@ -78,7 +79,7 @@ def test_more_outliers_of_a_token_in_one_head_than_are_unrolled():
     plans = (nuq(3, "channel0", 12, rest="/rope=halves0-64"), nuq(3, "token128", 12))
     keys, values = states_of(plans, 40, torch.float16, 1)
     for state, plan in ((keys, plans[0]), (values, plans[1])):
-        places, _ = split_outliers(state[TensorPlan.parse(plan).state_names.index("outliers")])
+        places, _ = split_outliers(State.of(state, plan).outliers)
         assert int(((places[:, :20] < 64).sum(2)).max()) > 4
     check(plans, keys, values, query(2, 4, 1, 64))
 
@@ -112,7 +113,7 @@ def test_pairs_that_do_not_lie_in_the_same_lanes_are_declined():
 @pytest.mark.parametrize("plan", ENCODED, ids=lambda text: text.replace("/", " "))
 def test_encoding_is_the_references(plan):
     """Of a prompt, and of steps of one and of several tokens."""
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     # More tokens where some of them stay in a window.
     steps = [19, 1, 16, 1] if p.residency.window else [9, 1, 5, 1]
     x = keys_like(1, 2, sum(steps), 64, torch.float32, 3)
@@ -137,7 +138,7 @@ def test_a_key_that_is_no_number_is_an_outlier():
     plan = PLANS["nuq3-1%"][0]
     x = keys_like(1, 2, 8, 64, torch.float32)
     x[0, 1, 5, 7] = torch.nan
-    ranges = offline_params(TensorPlan.parse(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
+    ranges = offline_params(parse_plan(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
     places, values = split_outliers(pack.pack(x, plan, ranges)[4][0, 4])
     assert values[places == 64 + 7].isnan().all()
     assert (places == 64 + 7).sum() == 1

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kvpass.cache.rope import Rope
+from kvpass.format.rope import Rope
 from lowering import append, pack
 from tests.triton_templates.kernel_reference import keys_like, poison, written
 

@@ -9,9 +9,9 @@ import torch
 
 import lowering.cpp.append
 import lowering.cpp.pack
-from kvpass.cache.encoding import offline_params, split_outliers
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
+from kvpass.format.quantize import offline_params, split_outliers
+from kvpass.tensor.packed import PackedKV
 from lowering.cpp.attention import attention, supports
 from tests.calibrated import ENCODED, PLANS, same_state, states_of
 from tests.lowering.cpp.test_attention import query
@@ -54,7 +54,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_encoding_is_the_references(plan: str, dtype: torch.dtype) -> None:
     """Of a prompt, and of steps of one and of several tokens, and of another prompt."""
-    cpp, p = torch.ops.kvpass_cpp, TensorPlan.parse(plan)
+    cpp, p = torch.ops.kvpass_cpp, parse_plan(plan)
     x = keys_like(2, 2, 400, 64, dtype, 3)
     low, high = x.float().amin((0, 2)) * 0.8, x.float().amax((0, 2)) * 0.8
     ranges = offline_params(p.codec, low, high) if p.codec.offline else None
@@ -65,7 +65,7 @@ def test_encoding_is_the_references(plan: str, dtype: torch.dtype) -> None:
     room = p.capacity(400)
     for state in (got, wanted):
         handle = PackedKV(state, replace(p, rope=None), 130, dtype)
-        handle.grow(room)
+        handle.grow("capacity", room)
         state[:] = handle.state
     for part in parts[1:]:
         assert lowering.cpp.append.supports(got, part, plan) is None
@@ -78,7 +78,7 @@ def test_a_key_that_is_no_number_is_an_outlier() -> None:
     plan = PLANS["nuq3-1%"][0]
     x = keys_like(1, 2, 40, 64, torch.float32)
     x[0, 1, 20, 7] = torch.nan
-    ranges = offline_params(TensorPlan.parse(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
+    ranges = offline_params(parse_plan(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
     state = torch.ops.kvpass_cpp.pack(x, plan, ranges)
     places, values = split_outliers(state[4][0, 19])
     assert values[places == 64 + 7].isnan().all()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.cocktail import use
+from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
-from lowering.cpp import append, attention, reorder_chunks
+from lowering.cpp import chunks
 from tests.cocktail.requests import any_bits
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates.kernel_reference import keys_like
@@ -30,7 +30,7 @@ def state_of(plan: str, x: torch.Tensor) -> list[torch.Tensor]:
         handle = logical.reorder_chunks(handle, x[:, :, PROMPT : PROMPT + LATER], plan)
     handle = logical.append(handle, x[:, :, sum(split[:2]) :], plan)
     codes = handle.codes
-    for row, ends in enumerate(handle.ends.tolist()):
+    for row, ends in enumerate(handle.segment_ends.tolist()):
         codes[row, :, ends[-1] :] = torch.nan
     return handle.state
 
@@ -60,27 +60,27 @@ def test_attention(
     wide = [[t.double() if t.dtype == dtype else t for t in s] for s in (keys, values)]
     for variant in ((None, queries > 1, 0, 0.0), (sinks, queries > 1, 0, 20.0)):
         arguments = (mask, dim**-0.5, KEYS, VALUES, *variant)
-        assert attention.supports(q, keys, values, *arguments) is None
-        got = attention.attention(q, keys, values, *arguments).double()
-        wanted = ops.attention(q.double(), *wide, *arguments)
+        assert chunks.supports_attention(q, keys, values, *arguments) is None
+        got = chunks.attention_chunks(q, keys, values, *arguments).double()
+        wanted = ops.attention_chunks(q.double(), *wide, *arguments)
         assert ((got - wanted).norm() / wanted.norm()).item() <= CPP_ATTENTION[dtype]
 
 
 @pytest.mark.parametrize("plan", [KEYS, VALUES])
 def test_prompts_and_steps(plan: str) -> None:
     x = keys_like(2, 2, PROMPT + STEP, 32, torch.float32, 0)
-    p = TensorPlan.parse(plan)
+    p = parse_plan(plan)
     first, step = x[:, :, :PROMPT].contiguous(), x[:, :, PROMPT:].contiguous()
     with use(any_bits(2, PROMPT, 4)):
         handle = logical.reorder_chunks(None, first, plan)
-    slots = [getattr(handle, name).view(2, -1, p.tile) for name in p.place_names]
-    assert reorder_chunks.supports(first, slots, plan) is None
-    same(reorder_chunks.reorder_chunks(first, slots, plan), handle.made)
+    slots = [getattr(handle, name).view(2, -1, p.tile) for name in p.chunk_positions]
+    assert chunks.supports_reorder(first, slots, plan) is None
+    same(chunks.reorder_chunks(first, slots, plan), handle.own)
     ours, theirs = handle.clone(), handle.clone()
-    assert append.supports(ours.appended, step, plan) is None
-    append.append(ours.appended, step, plan)
-    ops.append(theirs.appended, step, plan)
-    same(ours.made, theirs.made)
+    assert chunks.supports_append(ours.own, step, plan) is None
+    chunks.append_chunks(ours.own, step, plan)
+    ops.append_chunks(theirs.own, step, plan)
+    same(ours.own, theirs.own)
 
 
 def same(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
@@ -96,7 +96,7 @@ def test_declined() -> None:
             states.append((logical.reorder_chunks(None, x, plan).state, plan))
     (odd, exact), (even, values) = states
     q = torch.zeros(1, 2, 1, 32)
-    reason = attention.supports(q, odd, odd, None, 1.0, exact, exact)
+    reason = chunks.supports_attention(q, odd, odd, None, 1.0, exact, exact)
     assert reason == f"a level of {exact} and {exact} is stored as it is"
-    reason = attention.supports(q, even, even, None, 1.0, values, values, None, False, 8)
+    reason = chunks.supports_attention(q, even, even, None, 1.0, values, values, None, False, 8)
     assert reason == "a window of 8 tokens that lie in the order of their bits"

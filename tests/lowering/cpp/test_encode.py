@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kvpass.cache.rope import Rope
-from kvpass.cache.tensor_plan import TensorPlan
 from kvpass.errors import KernelError
+from kvpass.format.parse import parse_plan
+from kvpass.format.rope import Rope
+from kvpass.format.state import empty_state
 from kvpass.ops.append import append as reference_append
 from kvpass.ops.pack import pack as reference_pack
 from kvpass.ops.unpack import unpack as reference_unpack
@@ -77,9 +78,9 @@ def test_sinks_are_filled_in_steps(plan):
 
 def with_room(state, plan, tokens):
     """The same state in larger, poisoned memory."""
-    roomy = pack.empty_state(
-        torch.empty(2, 2, 1, 80, dtype=state[0].dtype), TensorPlan.parse(plan), tokens
-    )
+    roomy = empty_state(
+        torch.empty(2, 2, 1, 80, dtype=state[0].dtype), parse_plan(plan), tokens
+    ).tensors
     if plan == "fp":
         roomy[0][:, :, : state[0].shape[2]] = state[0]
         return [roomy[0], state[1]]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kvpass.cache.packed import PackedKV
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass.format.parse import parse_plan
 from kvpass.ops.append import append as reference_append
 from kvpass.ops.attention import attention as reference_attention
 from kvpass.ops.pack import pack as reference_pack
+from kvpass.tensor.packed import PackedKV
 from lowering.cpp import append, attention, pack, unpack
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates.kernel_reference import keys_like, poison, relative_error, written
@@ -33,7 +33,7 @@ def test_steps_and_prompts(rule):
         x = keys_like(2, 2, 200, 64, torch.float32, seed)
         assert pack.supports(x, plan) is None
         for handles, function in ((got, pack.pack), (wanted, reference_pack)):
-            parsed = TensorPlan.parse(plan)
+            parsed = parse_plan(plan)
             handles.append(PackedKV(function(x, plan), parsed, 200, torch.float32))
     for i, n in enumerate((1, 1, 16, 100, 1, 1, 1, 1, 1, 90, 1, 1)):
         for t, plan in enumerate(plans):

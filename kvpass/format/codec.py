@@ -1,8 +1,8 @@
-"""How a block of keys or values is stored: the `Codec`, with its encoder and decoder in plain ATen.
+"""`Codec`: how a block of keys or values is stored; `kvpass.format.quantize` encodes and decodes.
 
 Layout (the same on every device, so that kernels and reference exchange bytes):
 
-* *words*, int16 ``[B, H, T, W]``: the codes of each token, see `kvpass.cache.words`.
+* *words*, int16 ``[B, H, T, W]``: the codes of each token, see `kvpass.format.words`.
 * *params*: a scale and a minimum for each group. Per channel: ``[B, H, T/G, D]``, one per group of
   ``G`` consecutive tokens and channel; ``[B, H, 1, D]`` if calibrated for all tokens. Per token:
   ``[B, H, D/G, T]``, one per token and group of ``G`` channels, or ``[B, H/k, 1, T]`` where a group
@@ -24,15 +24,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kvpass.cache.encoding import NOWHERE, dequantized, quantized
-from kvpass.cache.groups import Axis, Groups
-from kvpass.cache.words import ELEVENTHS, pack_words, unpack_words, word_count, word_misfit
 from kvpass.errors import OptionError, shown
+from kvpass.format.groups import Axis, Groups
+from kvpass.format.words import BY_BITS, PACK11, TERNARY, WordFormat
 
 Params = Literal["half", "fp8"]
 BITS = (1, 1.5, 2, 3, 4, 8)
+# The place of an outlier slot that is empty: no element has it.
+NOWHERE = 0xFFFF
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"
 _LIST = rf"{NUMBER}(?:,{NUMBER})*"
 _NAME = re.compile(
@@ -62,7 +62,7 @@ class Codec:
         params: what scales and minima are rounded to: ``half``, or ``fp8`` (fp8-e4m3, SKVQ
             section 3.2), which halves their bits.
         slots: three levels are stored in 2 bits each instead of base 3.
-        pairs, sizes: which channels of a token are a group, see `kvpass.cache.groups.Groups`.
+        pairs, sizes: which channels of a token are a group, see `kvpass.format.groups.Groups`.
         outliers: elements of each token, of all heads, that are stored as they are (KVQuant,
             section 3.4). Calibrated ranges: those furthest beyond them. Else a group has all heads,
             and its range is that of the others: half of them are the largest elements, half the
@@ -225,11 +225,13 @@ class Codec:
         return 2 if self.bits == 1.5 else (1 << int(self.bits)) - 1
 
     @property
-    def word_bits(self) -> float:
-        """The layout of the words, by its bits, see `kvpass.cache.words`."""
+    def words(self) -> WordFormat:
+        """How codes lie in 16-bit words."""
         if self.elevens:
-            return ELEVENTHS
-        return 2 if self.slots else self.bits
+            return PACK11
+        if self.bits == 1.5:
+            return BY_BITS[2] if self.slots else TERNARY
+        return BY_BITS[self.bits]
 
     @property
     def groups(self) -> Groups:
@@ -286,16 +288,12 @@ class Codec:
             "'int4.token32'."
         )
 
-    def words(self, head_dim: int) -> int:
-        """16-bit words that hold one token's codes."""
-        return word_count(head_dim, self.word_bits)
-
     def misfit(self, head_dim: int, heads: int | None = None) -> str | None:
         """Why this codec cannot store ``heads`` (None: any number) of ``head_dim`` channels, or
         None."""
         if self.identity:
             return None
-        if reason := word_misfit(head_dim, self.word_bits):
+        if reason := self.words.unsupported_reason(head_dim):
             return reason
         if reason := self.groups.misfit(head_dim, heads):
             return reason
@@ -333,47 +331,14 @@ class Codec:
         """
         if self.identity:
             return 16.0
-        codes = 1.6 if self.word_bits == 1.5 else self.word_bits
+        codes = self.words.bits
         if head_dim is not None:
-            codes = 16 * self.words(head_dim) / head_dim
+            codes = 16 * self.words.count(head_dim) / head_dim
         if self.outliers:
             if head_dim is None or heads is None:
                 raise ValueError("bits_per_element of outliers needs head_dim and heads")
             codes += 32 * self.outliers / (heads * head_dim)
         return codes if self.offline else codes + 8 * self.param_dtype.itemsize / self.group
-
-    def encode(self, x: Tensor, params: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Words, params and, if the codec has them, outliers of ``x``.
-
-        Args:
-            x: floating ``[B, H, T, D]``; ``T`` a multiple of `token_group`.
-            params: of calibrated ranges, ``[B or 1, H, 1, D]``.
-
-        Returns:
-            int16 words ``[B, H, T, W]``, int32 or int16 params and int32 outliers (see the module's
-            docstring).
-        """
-        found = quantized(self, x, params)
-        words = pack_words(found.codes, self.word_bits)
-        extra = () if found.outliers is None else (found.outliers,)
-        return words, found.params, *extra
-
-    def rounded(self, x: Tensor, params: Tensor | None = None) -> Tensor:
-        """What `decode` makes of what `encode` makes of ``x``, float32, without packing it."""
-        found = quantized(self, x, params)
-        return dequantized(self, found.codes, found.params, found.outliers)
-
-    def decode(
-        self, words: Tensor, params: Tensor, dtype: torch.dtype, outliers: Tensor | None = None
-    ) -> Tensor:
-        """Inverse of `encode`: ``[B, H, T, D]`` in ``dtype`` (computed in float32)."""
-        heads = words.shape[1]
-        if self.axis == "channel":
-            d = params.shape[3]
-        else:
-            d = params.shape[1] * params.shape[2] * self.group // heads
-        codes = unpack_words(words, self.word_bits)[..., :d]
-        return dequantized(self, codes, params, outliers).to(dtype)
 
 
 FP = Codec()

@@ -23,7 +23,7 @@ class ChannelRanges:
 
     Attributes:
         heads: KV heads.
-        dtype: ``int32`` or ``int16``, see `kvpass.cache.codec`.
+        dtype: ``int32`` or ``int16``, see `kvpass.format.codec`.
         params: as bytes, little-endian ``[heads, D]``.
     """
 

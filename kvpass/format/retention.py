@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvpass.cache.filters import filter_named
 from kvpass.errors import OptionError, shown
+from kvpass.format.filters import filter_named
 
 # A step of at most this many new tokens is a decode step: packed state is read in place. A longer
 # one is a prefill. The window's ring has as many spare slots, so that such a step never overwrites
@@ -32,7 +32,7 @@ class Residency:
         flush: tokens.
         sinks: tokens (attention sinks: SKVQ, section 3.2, after StreamingLLM).
         kept: tokens of every KV head that stay exact because ``filter`` likes them best.
-        filter: the name of a filter, see `kvpass.cache.filters`.
+        filter: the name of a filter, see `kvpass.format.filters`.
         pivotal: ratio of the tokens that were exact when a step ended, new ones included, as KVmix
             writes it ("Dynamic Pivotal Context Selection"). Every step applies it to what the last
             one left: of a prompt, 4096 tokens at 0.1 become 416, 65, 34, ..., with flushes of 32.

@@ -2,104 +2,34 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpass._torch import is_traced, tree_leaves, written_arguments
-from kvpass.cache import mixed
-from kvpass.cache.tensor_plan import TensorPlan
+from kvpass._torch import is_traced
 from kvpass.errors import CacheStateError
-from kvpass.ops.append import row_ends
-from kvpass.ops.pack import write_window
-from kvpass.ops.unpack import read_packed
+from kvpass.format.state import State
+from kvpass.ops.library import op_of
+from kvpass.tensor.dispatch import handles
+from kvpass.tensor.packed import PackedKV
 
-if TYPE_CHECKING:
-    from kvpass.cache.packed import PackedKV
-
-log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 # What a slice without an end has for one.
 _SLICE_END = 2**63 - 1
-HANDLERS: dict[Any, Callable[..., Any]] = {}
-# Ops that had to decode a cache tensor outside compiled code, and how often.
-DECODES: Counter[str] = Counter()
-_PackedKV: type[PackedKV]
 
 
-def register(cls: type[PackedKV]) -> None:
-    """Called once by `kvpass.cache.packed`, which imports this file."""
-    global _PackedKV
-    _PackedKV = cls
-
-
-def handles(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the native implementation of aten ``ops``; it may return NotImplemented to
-    decode."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        HANDLERS.update(dict.fromkeys(ops, function))
-        return function
-
-    return decorate
-
-
-def note_decode(op: str, handle: PackedKV, callers: int = 1) -> None:
-    """Counts a decode outside compiled code; the first one warns, of the code that is so many calls
-    above the caller."""
-    if not DECODES:
-        warnings.warn(
-            f"{op} decoded a packed cache tensor {tuple(handle.shape)} to {handle.dtype}. "
-            "kvpass warns once; kvpass.explain counts them all.",
-            stacklevel=2 + callers,
-        )
-    DECODES[op] += 1
-    log.debug("%s decoded %s", op, handle)
-
-
-def write_refused(op: str, handle: PackedKV) -> CacheStateError:
-    """The error for a write that would be lost: what an op sees is a decoded copy."""
-    return CacheStateError(
-        f"{op} would write into a packed cache tensor {tuple(handle.shape)}, which only a step of "
-        "the model extends. Change a copy, x.decode(), or use a new cache."
-    )
-
-
-def check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises:
-    CacheStateError: if ``func``, an operator that has to decode, writes to a packed tensor.
-    """
-    passed: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)
-    for key in written_arguments(func) or ():
-        for target in tree_leaves(passed.get(key)):
-            if isinstance(target, _PackedKV):
-                raise write_refused(str(func), target)
-
-
-def token_dims(plan: TensorPlan) -> dict[str, int]:
-    """The growing state tensors and the dimension along which each of them grows."""
-    if plan.codec.identity:
-        return {"codes": 2}
-    dims = {"codes": 2}
-    if not plan.codec.offline:
-        dims["params"] = 2 if plan.codec.axis == "channel" else 3
-    return {**dims, "outliers": 1} if plan.codec.outliers else dims
-
-
-def _rebuilt(
+def rebuilt(
     old: PackedKV, state: Sequence[Tensor], length: int | None = None, written: int | None = None
 ) -> PackedKV:
     """A handle on a new ``state``, as long as ``old`` unless told otherwise."""
     length = old.shape[2] if length is None else length
     written = old.written if written is None else written
-    shaped = state[0] if old.plan.codec.identity else state[2]
-    handle = _PackedKV(state, old.plan, length, shaped.dtype, written=written, order=old.order)
+    named = State(state, old.plan)
+    dtype = named.tokens.dtype
+    handle = type(old)(state, old.plan, length, dtype, written=written, order=old.order)
     handle.mark_dynamic()
     return handle
 
@@ -107,7 +37,7 @@ def _rebuilt(
 @handles(aten.detach.default, aten.alias.default)
 def same(x: PackedKV) -> PackedKV:
     """Another handle on the same storage, of the same age."""
-    handle = _PackedKV(x.state, x.plan, x.shape[2], x.dtype, written=x.written, order=x.order)
+    handle = type(x)(x.state, x.plan, x.shape[2], x.dtype, written=x.written, order=x.order)
     handle._steps, handle._born = x._steps, x._born
     return handle
 
@@ -115,10 +45,10 @@ def same(x: PackedKV) -> PackedKV:
 @handles(aten.clone.default)
 def clone(x: PackedKV, memory_format: torch.memory_format | None = None) -> Any:
     """A copy of the storage."""
-    if is_traced(x.ends):
+    if is_traced(x.segment_ends):
         return NotImplemented
     x.check()
-    return _rebuilt(x, [t.clone() for t in x.state])
+    return rebuilt(x, [t.clone() for t in x.state])
 
 
 @handles(aten._to_copy.default)
@@ -130,36 +60,37 @@ def to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> Any:
-    """Another device or dtype; codes, params and ends keep their types."""
-    if is_traced(x.ends) or (dtype is not None and not dtype.is_floating_point):
+    """Another device or dtype, which only exact tokens follow."""
+    if is_traced(x.segment_ends) or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
     x.check()
-    exact = {"codes"} if x.plan.codec.identity else {"window", "sinks", "kept"}
-    exact |= {f"codes{i}" for i, codec in enumerate(x.plan.levels) if codec.identity}
     state = [
-        getattr(x, name).to(
+        getattr(x, field.name).to(
             device=device,
-            dtype=dtype if name in exact else None,
+            dtype=dtype if field.exact else None,
             non_blocking=non_blocking,
             copy=True,
         )
-        for name in x.plan.state_names
+        for field in x.plan.layout.fields
     ]
-    return _rebuilt(x, state)
+    return rebuilt(x, state)
 
 
 @handles(aten.index_select.default)
 def index_select(x: PackedKV, dim: int, index: Tensor) -> Any:
     """Rows of the batch, as beam search reorders them."""
-    if dim % 4 or is_traced(x.ends):
+    if dim % 4 or is_traced(x.segment_ends):
         return NotImplemented
     x.check()
-    state = [t.index_select(0, index) for t in x.own]
-    if x.plan.rope is not None:
-        # All sequences of a batch may have the same cosines and sines.
-        one = x.rotary.shape[0] == 1
-        state.insert(-1, x.rotary.clone() if one else x.rotary.index_select(0, index))
-    return _rebuilt(x, state)
+    parts = zip(x.plan.layout.fields, x.state, strict=True)
+    # All sequences of a batch may have the same row.
+    return rebuilt(
+        x,
+        [
+            t.clone() if field.shape[0] == "rows" and len(t) == 1 else t.index_select(0, index)
+            for field, t in parts
+        ],
+    )
 
 
 @handles(aten.index.Tensor)
@@ -172,6 +103,7 @@ def index(x: PackedKV, indices: Sequence[Tensor | None]) -> Any:
     return index_select(x, 0, torch.arange(x.shape[0], device=x.device)[first])
 
 
+@handles(Tensor.__getitem__)
 def getitem(x: PackedKV, key: Any) -> Any:
     """``x[..., :n, :]`` (a crop), what a sliding window leaves of it, and ``x[i:j]`` or ``x[rows]``
     along the batch; else NotImplemented.
@@ -181,7 +113,7 @@ def getitem(x: PackedKV, key: Any) -> Any:
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     dots = [i for i, k in enumerate(keys) if k is Ellipsis]
-    if is_traced(x.ends) or len(dots) > 1 or any(k is None for k in keys):
+    if is_traced(x.segment_ends) or len(dots) > 1 or any(k is None for k in keys):
         return NotImplemented
     at = dots[0] if dots else len(keys)
     keys[at : at + 1] = [slice(None)] * (4 - len(keys) + len(dots))
@@ -215,24 +147,8 @@ def crop(x: PackedKV, first: int, last: int) -> Any:
     # A step sees the last tokens as the plan says: the logical tensor may not be shorter.
     if first and (plan.keep is None or last - first < min(total, plan.keep)):
         return NotImplemented
-    if plan.levels:
-        cropped, longest = mixed.cropped(x, last)
-        return _rebuilt(x, cropped, last, longest)
-    state = [t.clone() for t in x.state]
-    ends = state[-1]
-    if not plan.codec.identity:
-        packed, g = row_ends(ends)[-2], plan.codec.token_group
-        sinks = min(plan.sinks, total)
-        kept = min(packed, sinks + (total - sinks) // g * g)
-        if kept < min(packed, total):
-            group = read_packed(x.state, plan, kept, kept + g, x.dtype)
-            write_window(state[2], kept, group[:, :, : total - kept])
-        ends.clamp_(max=kept)
-        if plan.kept:
-            places = state[plan.state_names.index("places")]
-            places.masked_fill_(places >= kept, -1)
-    ends[:, -1] = total
-    return _rebuilt(x, state, last - first, total)
+    state, written = x.cropped(last, total)
+    return rebuilt(x, state.tensors, last - first, written)
 
 
 @handles(aten.slice.Tensor)
@@ -241,7 +157,7 @@ def slice_traced(
 ) -> Any:
     """``x[:, :, -n:]`` while it is traced: a window slides."""
     whole = end is None or (isinstance(end, int) and end >= _SLICE_END)
-    if not is_traced(x.ends) or dim % 4 != 2 or step != 1 or not whole:
+    if not is_traced(x.segment_ends) or dim % 4 != 2 or step != 1 or not whole:
         return NotImplemented
     if start is None or start >= 0:
         return NotImplemented
@@ -253,17 +169,17 @@ def slice_traced(
 
 
 def _traced(x: PackedKV, tokens: int) -> PackedKV:
-    return _PackedKV(x.state, x.plan, tokens, x.dtype, order=x.order)
+    return type(x)(x.state, x.plan, tokens, x.dtype, order=x.order)
 
 
 @handles(aten.cat.default)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """A packed tensor followed by new tokens, or packed tensors of equal length along the batch."""
     first, *rest = tensors
-    if not isinstance(first, _PackedKV):
+    if not isinstance(first, PackedKV):
         return NotImplemented
-    if is_traced(first.ends):
-        plain = not any(isinstance(t, _PackedKV) for t in rest)
+    if is_traced(first.segment_ends):
+        plain = not any(isinstance(t, PackedKV) for t in rest)
         if first.plan.keep is None or not plain or dim % 4 != 2:
             return NotImplemented
         return _traced(first, first.shape[2] + sum(t.shape[2] for t in rest))
@@ -275,7 +191,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         dim % 4 != 2
         or first.plan.rope is not None
         or any(
-            isinstance(t, _PackedKV)
+            isinstance(t, PackedKV)
             or t.dim() != 4
             or (*t.shape[:2], t.shape[3]) != expected
             or t.dtype != first.dtype
@@ -293,45 +209,30 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 def extend(x: PackedKV, new: Tensor) -> PackedKV:
     """``x`` with ``new`` tokens, whose channels are in the order of the storage, in place."""
     x.reserve(new.shape[2])
-    torch.ops.kvpass.append.default(x.appended, new, str(x.plan))
+    op_of(x.plan, "append")(x.own, new, str(x.plan))
     return x.extended(new.shape[2])
 
 
 def _cat_batch(tensors: Sequence[Tensor]) -> Any:
-    """Rows join only if all of them have their boundaries at the same tokens, or each its own."""
-    packed = [t for t in tensors if isinstance(t, _PackedKV)]
+    packed = [t for t in tensors if isinstance(t, PackedKV)]
     first = packed[0]
     if len(packed) != len(tensors) or any(
-        (t.plan, t.order) != (first.plan, first.order)
-        or t.shape[1:] != first.shape[1:]
-        or (not t.plan.levels and row_ends(t.ends) != row_ends(first.ends))
-        or (t.plan.codec.offline and not torch.equal(t.params[:1], first.params[:1]))
+        (t.plan, t.order) != (first.plan, first.order) or t.shape[1:] != first.shape[1:]
         for t in packed
     ):
         return NotImplemented
-    room = max(t.capacity for t in packed)
     for t in packed:
         t.check()
-    if first.plan.levels:
-        longest = max(t.written for t in packed)
-        return _rebuilt(first, mixed.joined_batch(packed), written=longest)
-    ring = 0 if first.plan.codec.identity else max(t.window.shape[2] for t in packed)
-    grown = [_with_room(t, room, ring) for t in packed]
-    state = [torch.cat(parts) for parts in zip(*(g.own for g in grown), strict=True)]
-    if first.plan.rope is not None:
-        room = max(t.rotary.shape[1] for t in packed)
-        for g in grown:
-            g.grow_rotary(room)
-        state.insert(-1, torch.cat([g.rotary.expand(g.shape[0], -1, -1) for g in grown]))
-    return _rebuilt(first, state)
-
-
-def _with_room(x: PackedKV, room: int, ring: int) -> PackedKV:
-    result: PackedKV = clone(x)
-    result.grow(room)
-    if x.plan.grows:
-        result.grow_window(ring)
-    return result
+    if not first.joins(packed):
+        return NotImplemented
+    copies = [t.widened(packed) for t in packed]
+    state = [
+        torch.cat(
+            [part.expand(len(c), *part.shape[1:]) for part, c in zip(parts, copies, strict=True)]
+        )
+        for parts in zip(*(c.state for c in copies), strict=True)
+    ]
+    return rebuilt(first, state, written=max(t.written for t in packed))
 
 
 @handles(aten.zero_.default)
@@ -339,19 +240,18 @@ def zero_(x: PackedKV) -> PackedKV:
     """All tokens become zero, in place; those of a static cache become unwritten (its reset)."""
     x.check()
     if x.plan.room is not None:
-        x.ends.zero_()
+        x.segment_ends.zero_()
         x.written = 0
         return x
-    if x.plan.codec.offline:
-        raise CacheStateError(
-            "A cache tensor with calibrated ranges cannot be set to zero in place. Use a new cache."
-        )
-    places = x.plan.place_names if x.plan.levels else ()
-    for name in x.plan.own_names[:-1]:
-        if name not in places:
-            getattr(x, name).zero_()
-    if x.plan.kept:
-        x.places.fill_(-1)
+    for field in x.plan.layout.own:
+        if field.constant:
+            raise CacheStateError(
+                "A cache tensor with calibrated ranges cannot be set to zero in place. Use a new "
+                "cache."
+            )
+    for field in x.plan.layout.own:
+        if field.name != "segment_ends":
+            getattr(x, field.name).fill_(field.fill or 0)
     return x
 
 
@@ -360,7 +260,7 @@ def index_copy_(x: PackedKV, dim: int, index: Tensor, source: Tensor) -> Any:
     """New tokens behind the last ones of a static cache, in place."""
     if x.plan.room is None or dim % 4 != 2:
         return NotImplemented
-    if is_traced(x.ends):
+    if is_traced(x.segment_ends):
         return x
     x.check()
     new = source.shape[2]

@@ -1,23 +1,52 @@
-"""The arithmetic of a `Codec`, in plain ATen: ranges, codes, outliers, and what they decode to."""
+"""The encoder and the decoder of a `Codec`, in plain ATen: ranges, codes, outliers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvpass.cache.words import saturated
-
-if TYPE_CHECKING:
-    from kvpass.cache.codec import Codec
+from kvpass.format.codec import NOWHERE, Codec
 
 # By the type of params: the type of the two numbers in them.
 NUMBERS = {torch.int32: torch.float16, torch.int16: torch.float8_e4m3fn}
-# The place that no element has: of an outlier slot that is empty.
-NOWHERE = 0xFFFF
+
+
+def encode(codec: Codec, x: Tensor, params: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Words, params and, if the codec has them, outliers of ``x``.
+
+    Args:
+        codec: not the identity.
+        x: floating ``[B, H, T, D]``; ``T`` a multiple of `Codec.token_group`.
+        params: of calibrated ranges, ``[B or 1, H, 1, D]``.
+
+    Returns:
+        int16 words ``[B, H, T, W]``, int32 or int16 params and int32 outliers, see
+        `kvpass.format.codec`.
+    """
+    found = quantized(codec, x, params)
+    extra = () if found.outliers is None else (found.outliers,)
+    return codec.words.pack(found.codes), found.params, *extra
+
+
+def fake_quantize(codec: Codec, x: Tensor, params: Tensor | None = None) -> Tensor:
+    """What `decode` makes of what `encode` makes of ``x``, float32, without packing it."""
+    found = quantized(codec, x, params)
+    return dequantized(codec, found.codes, found.params, found.outliers)
+
+
+def decode(
+    codec: Codec, words: Tensor, params: Tensor, dtype: torch.dtype, outliers: Tensor | None = None
+) -> Tensor:
+    """Inverse of `encode`: ``[B, H, T, D]`` in ``dtype`` (computed in float32)."""
+    heads = words.shape[1]
+    if codec.axis == "channel":
+        d = params.shape[3]
+    else:
+        d = params.shape[1] * params.shape[2] * codec.group // heads
+    return dequantized(codec, codec.words.unpack(words)[..., :d], params, outliers).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -40,7 +69,7 @@ def quantized(codec: Codec, x: Tensor, params: Tensor | None) -> Quantized:
     x = x.float()
     params, outliers = _ranges(codec, x, params)
     codes = _nearest(codec, codec.groups.split(x), *_spread(codec, params, x)).reshape(x.shape)
-    codes = saturated(codes, codec.word_bits)
+    codes = codec.words.saturated(codes)
     if codec.axis == "token":
         params = params.transpose(2, 3)
     return Quantized(codes, params.contiguous(), outliers)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvpass._torch import storage_key
-from kvpass.cache.packed import PackedKV
+from kvpass.tensor.packed import PackedKV
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
@@ -28,7 +28,7 @@ def stored_bits(tensors: Sequence[Tensor]) -> float:
             continue
         bits += tensor.bits_per_element * tensor.numel()
         if tensor.plan.rope is not None:
-            rotary = tensor.rotary
-            row = 8 * rotary.shape[0] * rotary.shape[2] * rotary.element_size()
-            tables[id(rotary)] = row * min(tensor.written, rotary.shape[1])
+            shared = tensor.cos_sin
+            row = 8 * shared.shape[0] * shared.shape[2] * shared.element_size()
+            tables[id(shared)] = row * min(tensor.written, shared.shape[1])
     return (bits + sum(tables.values())) / max(sum(t.numel() for t in tensors), 1)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 
-from kvpass.cache.codec import FP, NUMBER, Codec
-from kvpass.cache.levels import check_levels, labels, level_names
-from kvpass.cache.residency import MAX_STEP, Residency
-from kvpass.cache.rope import Rope
 from kvpass.errors import PlanError, shown
+from kvpass.format.codec import FP, NUMBER, Codec
+from kvpass.format.layout import Field, Overwritten, StateLayout, codec_fields, codec_sizes
+from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.rope import Rope
 
 # Capacities are whole tiles; two at least, since the compiler specialises dimensions of size 0 and
 # 1.
 TILE = 128
 
 _PLAN = re.compile(
-    r"(?P<codec>[^/]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+)"
+    r"(?P<codec>[^/|]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+)"
     r"(,pivotal=(?P<pivotal>0\.\d+))?(,fraction=(?P<fraction>0\.\d+))?"
     r"(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
-    r"(/chunk=(?P<chunk>\d+))?"
     r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?(/rope=(?P<rope>\w+-\d+))?"
 )
 
@@ -53,27 +54,22 @@ class TensorPlan:
             always ``room``; tokens that are not written yet are zeros. ``keep`` is then one less:
             where a static window is full, a new token takes the place of the oldest.
         rope: keys are stored before their rotary embedding, which they get when they are read.
-        levels: codecs of the chunks of a prompt, from least to most bits (Cocktail, section 4);
-            which chunk gets which is data of each request, see `kvpass.ops.reorder_chunks`. All
-            other tokens are exact: ``codec`` is the identity then.
-        chunk: with levels, a chunk's tokens are a multiple of this; 0 without.
 
     Raises:
-        PlanError: if whole groups of tokens cannot be packed at a time, if there are sinks
-            although a window slides, or if there are levels beside anything else.
+        PlanError: if whole groups of tokens cannot be packed at a time, or if there are sinks
+            although a window slides.
     """
+
+    # Whether keys may be stored before their rotary embedding.
+    takes_rope: ClassVar[bool] = True
 
     codec: Codec = FP
     residency: Residency = field(default_factory=Residency)
     keep: int | None = None
     room: int | None = None
     rope: Rope | None = None
-    levels: tuple[Codec, ...] = ()
-    chunk: int = 0
 
     def __post_init__(self) -> None:
-        if self.levels or self.chunk:
-            self._check_levels()
         if self.room is not None and self.keep != self.room - 1:
             raise PlanError(f"room={self.room} needs keep={self.room - 1}, not keep={self.keep}.")
         for name in ("keep", "room"):
@@ -95,27 +91,11 @@ class TensorPlan:
                 f"{self.residency.flush} tokens that are packed at a time."
             )
 
-    def _check_levels(self) -> None:
-        alone = self.codec.identity and self.residency == Residency()
-        if not alone or (self.keep, self.room, self.rope) != (None, None, None):
-            raise PlanError(f"Levels of chunks ({self}) take no window, sinks or rotary embedding.")
-        check_levels(self.levels, self.chunk)
-
-    def one_codec(self) -> None:
-        """For what stores all tokens by one codec.
-
-        Raises:
-            PlanError: if this plan has levels.
-        """
-        if self.levels:
-            raise PlanError(
-                f"The bits of chunks ({self}) are those of a request; this needs a plan of one "
-                "codec for all tokens."
-            )
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without what is computed of them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
-        if self.levels:
-            return "|".join(map(str, (*self.levels, self.codec))) + f"/chunk={self.chunk}"
         text = str(self.codec)
         if not self.codec.identity:
             sinks = f"sinks={self.sinks}," if self.sinks else ""
@@ -135,19 +115,13 @@ class TensorPlan:
         """Printed for people: of lists with a number for each group, the least and the largest."""
         return _LIST.sub(_ends, str(self))
 
-    @staticmethod
-    @cache
-    def parse(text: str) -> TensorPlan:
-        """The plan that prints as ``text``, e.g. ``int2.token32/window=128,flush=1``."""
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        """The plan that prints as ``text``; None if none of this kind does."""
         match = _PLAN.fullmatch(text)
-        exact = match is not None and match["codec"].split("|")[-1] == "fp"
-        if match is None or (match["window"] is None) != exact:
-            raise PlanError(
-                f"Tensor plan {shown(text)} cannot be read; allowed: 'fp' or e.g. "
-                "'int2.channel32/window=0,flush=128', 'int2.channel32|int4.channel32|fp/chunk=32'."
-            )
-        *levels, last = match["codec"].split("|")
-        codec = Codec.parse(last)
+        if match is None or (match["window"] is None) != (match["codec"] == "fp"):
+            return None
+        codec = Codec.parse(match["codec"])
         residency = Residency()
         if not codec.identity:
             window, flush, sinks, kept = (
@@ -157,32 +131,47 @@ class TensorPlan:
             residency = Residency(window, flush, sinks, kept, match["filter"], *ratios)
         keep, room = (int(match[name]) if match[name] else None for name in ("keep", "room"))
         rope = Rope.parse(match["rope"]) if match["rope"] else None
-        codecs = tuple(map(Codec.parse, levels))
-        return TensorPlan(codec, residency, keep, room, rope, codecs, int(match["chunk"] or 0))
+        return cls(codec, residency, keep, room, rope)
 
     def sliding(self, keep: int) -> TensorPlan:
         """This plan for a cache that keeps the last ``keep`` tokens.
 
         The identity where the exact window would hold all of them: packing would only add to it.
         Without sinks and filter: the window forgets the first tokens, and with them their
-        positions. Without a ratio: what the window keeps does not grow. Without levels: all its
-        tokens get that in the middle.
+        positions. Without a ratio: what the window keeps does not grow.
         """
-        if self.levels:
-            return self.uniform.sliding(keep)
         if keep <= self.residency.window + self.residency.flush:
             return TensorPlan(keep=keep, rope=self.rope)
         return replace(self, residency=self.residency.window_only(), keep=keep)
 
+    @staticmethod
+    def op(name: str) -> str:
+        """The op of the ``kvpass`` namespace that does ``append``, ``attention`` or ``unpack`` on
+        tokens stored so."""
+        return name
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """Of all tokens that may be packed."""
+        return (self.codec,)
+
     @property
     def uniform(self) -> TensorPlan:
-        """Where chunks cannot have levels of their own: the one in the middle for all tokens, with
-        an exact window as KIVI has."""
-        codec = self.levels[len(self.levels) // 2]
-        if codec.identity:
-            return TensorPlan()
-        channel = codec.axis == "channel"
-        return TensorPlan(codec, Residency(0, self.tile) if channel else Residency(TILE, 1))
+        """This plan where all packed tokens need the same codec."""
+        return self
+
+    def one_codec(self) -> None:
+        """For what stores all tokens by one codec.
+
+        Raises:
+            PlanError: if this plan does not.
+        """
+
+    def unsupported_pair(self, values: TensorPlan) -> str | None:
+        """Why keys stored so cannot be attended to beside ``values``, or None."""
+        if type(values) is not type(self):
+            return f"keys {self} and values {values} do not split a prompt into the same chunks"
+        return None
 
     def static(self, room: int) -> TensorPlan:
         """This plan for a static cache's buffer of ``room`` tokens.
@@ -192,6 +181,10 @@ class TensorPlan:
         never slides.
         """
         return replace(self, residency=self.residency.window_only(), keep=room - 1, room=room)
+
+    def length(self, ends: Sequence[int]) -> int:
+        """Tokens of a sequence whose segments end there."""
+        return ends[-1]
 
     def visible(self, total: int, new: int) -> int:
         """How many of ``total`` tokens the attention of a step that has added ``new`` can see: the
@@ -240,53 +233,78 @@ class TensorPlan:
         """Oldest tokens first."""
         packed = Segment(self.codec)
         if self.codec.identity:
-            return (*map(Segment, self.levels), packed)
+            return (packed,)
         sinks = (Segment(FP, self.sinks),) if self.sinks else ()
         return (*sinks, packed, Segment(FP, None if self.grows else self.ring))
 
     @cached_property
-    def state_names(self) -> tuple[str, ...]:
-        """The inner tensors of a `PackedKV` with this plan, in the order in which ops take them."""
-        rotary = ("rotary",) if self.rope is not None else ()
-        return (*self.own_names[:-1], *rotary, "ends")
-
-    @cached_property
-    def own_names(self) -> tuple[str, ...]:
-        """`state_names` but for what all layers share."""
-        if self.levels:
-            return (*self.made_names[:-1], *self.place_names, "ends")
-        if self.codec.identity:
-            return ("codes", "ends")
-        sinks = ("sinks",) if self.sinks else ()
-        outliers = ("outliers",) if self.codec.outliers else ()
-        kept = ("kept", "places") if self.kept else ()
-        return ("codes", "params", "window", *sinks, *outliers, *kept, "ends")
-
-    @cached_property
-    def made_names(self) -> tuple[str, ...]:
-        """What `kvpass.ops.reorder_chunks` makes of a prompt: the exact tokens, and codes and
-        params of each level; and the ends."""
-        return ("codes", *level_names(self.levels), "ends")
-
-    @cached_property
-    def place_names(self) -> tuple[str, ...]:
-        """The positions of the tokens of each level, and of the exact ones."""
-        return (*(f"places{i}" for i in range(len(self.levels))), "places")
+    def layout(self) -> StateLayout:
+        """The tensors that tokens are stored in."""
+        ends = Field("segment_ends", ("batch", len(self.segments)), torch.int32,
+                     overwritten=self._ends_overwritten)  # fmt: skip
+        return StateLayout(*self._token_fields(), ends, *self._shared_fields())
 
     @property
-    def extended_names(self) -> tuple[str, ...]:
-        """What ``append`` extends, in the order in which it takes them."""
-        return ("codes", "ends") if self.levels else self.own_names
+    def _ends_overwritten(self) -> Overwritten:
+        """How often ends change otherwise than by new tokens behind the last ones: where a step may
+        pack tokens that another one of its length would not."""
+        return "step" if self.residency.pivotal or self.kept else "prefill"
+
+    @property
+    def _ring_overwritten(self) -> Overwritten:
+        """How often tokens take the place of others in what grows: in a ring, see `slots`."""
+        return "never" if self.keep is None else "prefill"
+
+    def _token_fields(self) -> tuple[Field, ...]:
+        tokens, ring = ("batch", "heads"), self._ring_overwritten
+        if self.codec.identity:
+            exact = Field("codes", (*tokens, "capacity", "channels"), grows="capacity", exact=True)
+            return (replace(exact, overwritten=ring),)
+        codec, int32 = self.codec, torch.int32
+        found = [*codec_fields(codec, "", ring)]
+        grows = "window" if self.grows else None
+        found.append(Field("window", (*tokens, "window", "channels"), grows=grows, exact=True,
+                           overwritten="prefill"))  # fmt: skip
+        if self.sinks:
+            found.append(Field("sinks", (*tokens, self.sinks, "channels"), exact=True))
+        if codec.outliers:
+            found.append(Field("outliers", ("batch", "capacity", codec.outliers), int32,
+                               grows="capacity", overwritten=ring))  # fmt: skip
+        if self.kept:
+            found += [
+                Field("retained", (*tokens, self.kept, "channels"), exact=True, fill=0,
+                      overwritten="step"),
+                Field("positions", (*tokens, self.kept), int32, fill=-1, overwritten="step"),
+            ]  # fmt: skip
+        return tuple(found)
+
+    def _shared_fields(self) -> tuple[Field, ...]:
+        if self.rope is None:
+            return ()
+        shape = ("rows", "cos_sin", self.rope.channels)
+        return (Field("cos_sin", shape, grows="cos_sin", shared=True,
+                      overwritten=self._ring_overwritten),)  # fmt: skip
 
     @cached_property
-    def labels(self) -> tuple[float, ...]:
-        """The bits by which a request asks for each level, and for exact tokens."""
-        return labels(self.levels)
+    def growing(self) -> dict[str, int]:
+        """The fields that grow with the context, and the dimension along which they do; none in a
+        static cache."""
+        if self.room is not None:
+            return {}
+        return {f.name: f.token_dim for f in self.layout.fields if f.grows is not None}
+
+    def sizes(self, shape: Sequence[int], tokens: int) -> dict[str, int]:
+        """What the names in the shapes of `layout` stand for, where ``tokens`` are packed of a
+        prompt of this ``shape`` ``[B, H, T, D]``."""
+        batch, heads, length, channels = shape
+        found = {"batch": batch, "heads": heads, "channels": channels}
+        found |= {"capacity": self.capacity(tokens), "window": self.slots(length - self.sinks)}
+        return found | codec_sizes(self.codec, "", heads, channels)
 
     @property
     def tile(self) -> int:
         """Capacities are multiples of this many tokens."""
-        return math.lcm(TILE, self.codec.token_group, self.chunk or 1)
+        return math.lcm(TILE, self.codec.token_group)
 
     def capacity(self, tokens: int) -> int:
         """Tokens to make room for when ``tokens`` are to be packed. ``tokens`` may be symbolic.

@@ -1,1 +1,0 @@
-"""How cache tensors are stored: codecs, residency, and the tensor itself."""

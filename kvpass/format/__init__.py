@@ -1,0 +1,1 @@
+"""The storage format of cache tensors, as data: codecs, groups, words, plans, and their state."""

@@ -1,0 +1,168 @@
+"""`StateLayout`: which tensors a packed cache tensor consists of.
+
+The one description of the state: what names, allocates, grows, copies, moves, crops, saves, counts
+or passes these tensors to a kernel reads it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.format.codec import Codec
+
+# A dimension: a number, or the name of a size that allocation gives a value.
+Dim = int | str
+# What may overwrite what a tensor holds of earlier tokens: nothing, since new tokens go behind
+# them; a step that is longer than a decode step; or every step.
+Overwritten = Literal["never", "prefill", "step"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of the state.
+
+    Attributes:
+        name: as an attribute of `kvpass.tensor.packed.PackedKV` and of `State`.
+        shape: its dimensions.
+        dtype: None is that of the model.
+        grows: the name in ``shape`` that stands for tokens there is room for, or None.
+        group: consecutive tokens that share an entry along that dimension.
+        exact: it holds tokens as they are, and follows their dtype.
+        shared: one tensor for all layers of a cache.
+        fill: what a place without a token holds; None: anything.
+        constant: calibrated, no token changes it.
+        overwritten: see `Overwritten`; what else a step writes is behind the segments' ends.
+    """
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype | None = None
+    grows: str | None = None
+    group: int = 1
+    exact: bool = False
+    shared: bool = False
+    fill: int | None = None
+    constant: bool = False
+    overwritten: Overwritten = "never"
+
+    @property
+    def token_dim(self) -> int:
+        """The dimension that grows."""
+        assert self.grows is not None
+        return self.shape.index(self.grows)
+
+    def empty(self, like: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        """An unwritten tensor on the device of ``like``, which has the model's dtype."""
+        shape = [sizes[d] if isinstance(d, str) else d for d in self.shape]
+        if self.grows is not None:
+            shape[self.token_dim] //= self.group
+        dtype = like.dtype if self.dtype is None else self.dtype
+        if self.fill is not None:
+            return like.new_full(shape, self.fill, dtype=dtype)
+        return like.new_empty(shape, dtype=dtype)
+
+    def resized(self, tensor: Tensor, tokens: int) -> Tensor:
+        """An unwritten tensor like ``tensor``, but with room for ``tokens``."""
+        shape = list(tensor.shape)
+        shape[self.token_dim] = tokens // self.group
+        return tensor.new_empty(shape) if self.fill is None else tensor.new_full(shape, self.fill)
+
+    def room(self, tensor: Tensor) -> int:
+        """Tokens that ``tensor`` has room for."""
+        return tensor.shape[self.token_dim] * self.group
+
+    def moved(self, old: Tensor, tokens: int, end: int | None = None) -> Tensor:
+        """What ``old`` holds, in a tensor with room for ``tokens``.
+
+        ``end``: None, or of a ring, in which token ``t`` is at slot ``t % room``, where the last
+        token ends; the tokens that both have room for move to their slots then.
+        """
+        new, dim, room = self.resized(old, tokens), self.token_dim, min(self.room(old), tokens)
+        if end is None:
+            self.tokens(new, 0, room).copy_(self.tokens(old, 0, room))
+            return new
+        first = max(0, end - room)
+        rows = torch.arange(first // self.group, end // self.group, device=old.device)
+        kept = old.index_select(dim, rows % old.shape[dim])
+        return new.index_copy_(dim, rows % new.shape[dim], kept)
+
+    def tokens(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        """The entries of ``count`` tokens from slot ``first`` on, both multiples of `group`; a
+        view."""
+        return tensor.narrow(self.token_dim, first // self.group, count // self.group)
+
+    def __str__(self) -> str:
+        dtype = "model" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        dims = [f"{d}/{self.group}" if d == self.grows and self.group > 1 else f"{d}"
+                for d in self.shape]  # fmt: skip
+        return f"{self.name}: {dtype} [{', '.join(dims)}]"
+
+
+class StateLayout:
+    """The fields of a state, in the order in which ops take its tensors: those that a cache tensor
+    has for itself, then those that all layers share.
+
+    Args:
+        fields: in any order of these two kinds.
+    """
+
+    def __init__(self, *fields: Field) -> None:
+        self.own = tuple(f for f in fields if not f.shared)
+        self.shared = tuple(f for f in fields if f.shared)
+        self.fields = (*self.own, *self.shared)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of all fields."""
+        return tuple(f.name for f in self.fields)
+
+    @cached_property
+    def by_name(self) -> dict[str, Field]:
+        """The fields."""
+        return {f.name: f for f in self.fields}
+
+    @cached_property
+    def tokens(self) -> str:
+        """The field that tells the shape and dtype ``[B, H, ..., D]`` of tokens: one that holds
+        them as they are."""
+        return next(f.name for f in self.fields if f.exact)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.by_name
+
+    def __getitem__(self, name: str) -> Field:
+        return self.by_name[name]
+
+
+def codec_fields(codec: Codec, suffix: str, overwritten: Overwritten = "never") -> Iterator[Field]:
+    """Words and their scales and minima, of what grows as ``capacity`` with this suffix."""
+    grows = f"capacity{suffix}"
+    room = {"grows": grows, "overwritten": overwritten}
+    words = ("batch", "heads", grows, f"words{suffix}")
+    yield Field(f"codes{suffix}", words, torch.int16, **room)  # type: ignore[arg-type]
+    name = f"qparams{suffix}"
+    if codec.offline:
+        yield Field(name, ("batch", "heads", 1, "channels"), codec.param_dtype, constant=True)
+    elif codec.axis == "channel":
+        shape: tuple[Dim, ...] = ("batch", "heads", grows, "channels")
+        yield Field(name, shape, codec.param_dtype, group=codec.group, **room)  # type: ignore[arg-type]
+    else:
+        shape = ("batch", f"group_heads{suffix}", f"groups{suffix}", grows)
+        yield Field(name, shape, codec.param_dtype, **room)  # type: ignore[arg-type]
+
+
+def codec_sizes(codec: Codec, suffix: str, heads: int, channels: int) -> dict[str, int]:
+    """What the names in the shapes of `codec_fields` stand for."""
+    if codec.identity:
+        return {}
+    found = {f"words{suffix}": codec.words.count(channels)}
+    if codec.axis == "token":
+        _, group_heads, _, groups = codec.groups.shape(1, heads, 1, channels)
+        found |= {f"group_heads{suffix}": group_heads, f"groups{suffix}": groups}
+    return found

@@ -1,0 +1,89 @@
+"""`State`: the tensors of a packed cache tensor by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from kvpass.format.layout import StateLayout
+from kvpass.format.parse import parse_plan
+from kvpass.format.tensor_plan import TensorPlan
+
+
+class State:
+    """A view of the tensors that cross the boundary of an op; those that the plan's layout lacks,
+    or that were not passed since all layers share them, are not there.
+
+    Attributes:
+        plan: how tokens are stored.
+        codes: words of packed tokens, int16 ``[B, H, C, W]``; exact tokens where the codec is the
+            identity.
+        qparams: scales and minima, see `kvpass.format.codec`.
+        window: exact tokens ``[B, H, ring, D]``, token ``t`` at slot ``t % ring``.
+        sinks: the first tokens ``[B, H, S, D]``.
+        outliers: int32 ``[B, C, N]`` of packed tokens.
+        retained, positions: tokens ``[B, H, N, D]`` that a filter keeps exact, and where they
+            stand, int32 ``[B, H, N]`` (-1: none).
+        segment_ends: int32 ``[B, segments]``, the position at which each segment ends.
+        cos_sin: see `kvpass.ops.rotary`.
+    """
+
+    plan: TensorPlan
+    codes: Tensor
+    qparams: Tensor
+    window: Tensor
+    sinks: Tensor
+    outliers: Tensor
+    retained: Tensor
+    positions: Tensor
+    segment_ends: Tensor
+    cos_sin: Tensor
+
+    def __init__(self, tensors: Sequence[Tensor], plan: TensorPlan) -> None:
+        """Of all tensors of the layout, or of those that are not shared."""
+        self.plan = plan
+        self.__dict__.update(zip(plan.layout.names, tensors, strict=False))
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], plan: str) -> State:
+        """By a printed plan, as ops get it."""
+        return State(tensors, parse_plan(plan))
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self.__dict__[name]
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.__dict__
+
+    @property
+    def layout(self) -> StateLayout:
+        """Of the plan."""
+        return self.plan.layout
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """As ops take them."""
+        return [self[f.name] for f in self.layout.fields if f.name in self]
+
+    @property
+    def tokens(self) -> Tensor:
+        """Some exact tokens ``[B, H, ..., D]``, which have the shape and dtype of all."""
+        return self[self.layout.tokens]
+
+    def length(self, row: int = 0) -> int:
+        """Tokens of a sequence of the batch."""
+        return self.plan.length(self.segment_ends[row].tolist())
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the packed segment has room for."""
+        return self.codes.shape[2]
+
+
+def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> State:
+    """Unwritten state with room for ``tokens`` packed tokens shaped like ``new`` ``[B, H, T, D]``,
+    without what all layers share."""
+    sizes: Mapping[str, int] = plan.sizes(new.shape, tokens)
+    return State([f.empty(new, sizes) for f in plan.layout.own], plan)

@@ -1,0 +1,130 @@
+"""The calls of logical ops in a graph, by the names of their arguments.
+
+Nodes of ``kvpass.ops.logical`` have keyword arguments only, without those that have their default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, ClassVar, Self
+
+from torch.fx import Graph, Node
+
+from kvpass.format.parse import parse_plan
+from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops import logical
+
+
+@dataclass(frozen=True)
+class LogicalCall:
+    """The arguments of a node, as the logical op has them.
+
+    Attributes:
+        targets: the ops that take them.
+    """
+
+    targets: ClassVar[tuple[Callable[..., Any], ...]]
+
+    @classmethod
+    def of(cls, node: Node) -> Self | None:
+        """Those of ``node``; None if it calls another op."""
+        return cls(**node.kwargs) if node.target in cls.targets else None
+
+    @classmethod
+    def at(cls, node: Node) -> Self:
+        """Those of ``node``, which calls such an op."""
+        found = cls.of(node)
+        assert found is not None, f"{node.name} is no {cls.__name__}"
+        return found
+
+    def insert(self, graph: Graph, target: Callable[..., Any] | None = None) -> Node:
+        """A call where nodes are inserted now, of the first of `targets` unless told otherwise."""
+        return graph.call_function(target or self.targets[0], (), self._kwargs())
+
+    def write(self, node: Node) -> None:
+        """Makes these the arguments of ``node``."""
+        node.args, node.kwargs = (), self._kwargs()
+
+    def _kwargs(self) -> dict[str, Any]:
+        given = {f.name: (f, getattr(self, f.name)) for f in fields(self)}
+        return {name: x for name, (f, x) in given.items() if not _is_default(f, x)}
+
+
+def _is_default(field: Field[Any], value: Any) -> bool:
+    return field.default is not MISSING and value is field.default
+
+
+@dataclass(frozen=True)
+class AppendCall(LogicalCall):
+    """See `kvpass.ops.logical.append`."""
+
+    targets = (logical.append, logical.reorder_chunks)
+
+    past: Node | None
+    new: Node
+    plan: str
+    whole: bool = False
+    order: Node | None = None
+    ranges: Node | None = None
+    rows: Node | None = None
+    rope: str | None = None
+
+    @property
+    def parsed(self) -> TensorPlan:
+        """The plan."""
+        return parse_plan(self.plan)
+
+
+@dataclass(frozen=True)
+class AttentionCall(LogicalCall):
+    """See `kvpass.ops.logical.attention`."""
+
+    targets = (logical.attention,)
+
+    q: Node
+    keys: Node
+    values: Node
+    mask: Node | None
+    scale: float
+    sinks: Node | None = None
+    causal: bool = False
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class PackedCall(LogicalCall):
+    """See `kvpass.ops.logical.unpack`, and the others of one packed tensor."""
+
+    targets = (logical.unpack, logical.stored, logical.slide)
+
+    packed: Node
+
+
+@dataclass(frozen=True)
+class PermuteCall(LogicalCall):
+    """See `kvpass.ops.logical.permute_channels`."""
+
+    targets = (logical.permute_channels,)
+
+    x: Node
+    order: Node
+
+
+@dataclass(frozen=True)
+class PermuteWeightCall(LogicalCall):
+    """See `kvpass.ops.logical.permute_weight`."""
+
+    targets = (logical.permute_weight,)
+
+    weight: Node
+    order: Node
+    dim: int
+
+
+def behind_slides(packed: Node) -> Node:
+    """What a sliding window was applied to."""
+    while packed.target is logical.slide:
+        packed = PackedCall.at(packed).packed
+    return packed

@@ -1,0 +1,4 @@
+"""`PackedKV`: the cache tensor that stores quantized tokens."""
+
+# What it does without decoding registers itself.
+from kvpass.tensor import native as native

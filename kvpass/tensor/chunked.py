@@ -1,0 +1,94 @@
+"""`ChunkedKV`: a cache tensor whose prompts have chunks of different bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.state import State
+from kvpass.ops.chunks import decoded_chunk, positions
+from kvpass.tensor.packed import PackedKV
+from kvpass.tensor.storage import PackedStorage
+
+
+class ChunkedKV(PackedKV):
+    """A `PackedKV` with a segment for each codec of its plan, see `kvpass.ops.chunks`.
+
+    Attributes:
+        codes, codes0, qparams0, ...: exact tokens, and what each codec stores.
+        positions0, ..., positions: of the tokens in each segment; all layers share their memory.
+        written: how many exact tokens a row may have.
+    """
+
+    plan: ChunkedPlan
+
+    @property
+    def bits_per_element(self) -> float:
+        """See `PackedKV.bits_per_element`."""
+        self.check()
+        counts = self.segment_ends.float().mean(0).tolist()
+        exact, bits = 8 * self.dtype.itemsize, 0.0
+        for codec, count in zip(self.plan.codecs, counts, strict=True):
+            each = codec.bits_per_element(self.shape[3], self.shape[1])
+            bits += (exact if codec.identity else each) * count
+        ends = 8 * self.segment_ends.nbytes / max(self.numel(), 1)
+        return float(bits / max(self.shape[2], 1) + ends)
+
+    def _reserve_packed(self, new: int) -> None:
+        """A prompt's tokens get room where it is known which of them are exact."""
+        self._reserve_capacity(self.written + (new if new <= MAX_STEP else 0))
+
+    def reserve_segments(self, needed: Sequence[int], tile: int) -> None:
+        """Makes room for so many tokens in each segment, in whole tiles."""
+        for segment, count in enumerate(needed):
+            for name in self.plan.segment_fields(segment):
+                field, old = self.plan.layout[name], getattr(self, name)
+                tokens = -(-count // tile) * tile
+                if field.room(old) < tokens:
+                    setattr(self, name, field.moved(old, tokens))
+        self.mark_dynamic()
+
+    def joins(self, others: Sequence[PackedStorage]) -> bool:
+        """True: each row has boundaries of its own."""
+        return True
+
+    def undo(self, before: dict[str, Tensor]) -> None:
+        """See `PackedKV.undo`; a decode step counts exact tokens only."""
+        if before:
+            super().undo(before)
+        else:
+            self.segment_ends[:, -1] = self.shape[2] - self.segment_ends[:, :-1].sum(1)
+
+    def cropped(self, tokens: int, total: int) -> tuple[State, int]:
+        """See `PackedKV.cropped`.
+
+        What is left of a chunk that is cut through is decoded, and exact from then on, behind the
+        other exact ones: its tokens are the last.
+        """
+        plan, last = self.plan, len(self.plan.chunk_codecs)
+        kept = [(p >= 0) & (p < tokens) for p in positions(self.named, plan)]
+        rows: list[list[int]] = torch.stack([k.sum(1) for k in kept], dim=1).tolist()
+        most = max((row[-1] for row in rows), default=0) + plan.chunk
+        named = {f.name: t.clone() for f, t in zip(plan.layout.fields, self.state, strict=True)}
+        exact = named["codes"]
+        if exact.shape[2] < most:
+            exact = named["codes"] = plan.layout["codes"].moved(exact, most)
+        state = State(list(named.values()), plan)
+        for row, count in enumerate(rows):
+            for segment in range(last):
+                if rest := count[segment] % plan.chunk:
+                    count[segment] -= rest
+                    chunk = decoded_chunk(state, plan, segment, row, count[segment])
+                    exact[row, :, count[-1] : count[-1] + rest] = chunk[:, :rest].to(exact.dtype)
+                    count[-1] += rest
+        state.positions.masked_fill_(state.positions >= tokens, -1)
+        ends = state.segment_ends
+        ends.copy_(torch.tensor(rows, dtype=torch.int32).view(ends.shape))
+        return state, max((row[-1] for row in rows), default=0)
+
+
+torch.serialization.add_safe_globals([ChunkedKV, ChunkedPlan])

@@ -1,0 +1,233 @@
+"""`PackedKV`: the cache tensor. It stands for ``[B, H, T, D]`` and stores quantized segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from kvpass._torch import (
+    is_traced,
+    make_wrapper,
+    tree_leaves,
+    tree_map_only,
+    written_arguments,
+)
+from kvpass.format.codec import Codec
+from kvpass.format.order import ChannelOrder
+from kvpass.format.retention import Residency
+from kvpass.format.rope import Rope
+from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops.library import op_of
+from kvpass.tensor.dispatch import HANDLERS, note_decode, write_refused
+from kvpass.tensor.storage import PackedStorage
+
+# What is known of a `PackedKV` beside its inner tensors; Dynamo guards on it.
+Meta = tuple[TensorPlan, torch.dtype, ChannelOrder | None]
+
+
+class PackedKV(PackedStorage):
+    """A handle on the packed keys or values of one layer.
+
+    Outside compiled code it behaves as the tensor it stands for. Batch indexing, cropping,
+    cloning, moving, and concatenation stay packed; anything else decodes, with one warning. A
+    compiled step extends the storage in place and returns a new handle; older handles then raise
+    `StaleHandleError`.
+
+    What goes in and comes out here has its channels in the model's own order; ops on ``state`` know
+    nothing of it.
+    """
+
+    def __new__(
+        cls,
+        state: Sequence[Tensor],
+        plan: TensorPlan,
+        tokens: int,
+        dtype: torch.dtype,
+        stride: Sequence[int] | None = None,
+        written: int | None = None,
+        order: ChannelOrder | None = None,
+    ) -> Self:
+        """Wraps ``state``, which stands for ``tokens`` tokens of logical type ``dtype``; the last
+        of its segments ends at ``written`` (``tokens`` by default), and its channels are in
+        ``order``."""
+        layout = plan.layout
+        shaped = state[layout.names.index(layout.tokens)]
+        size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
+        self = make_wrapper(cls, size, stride, dtype, shaped.device)
+        self.plan = plan
+        for name, tensor in zip(layout.names, state, strict=True):
+            setattr(self, name, tensor)
+        self._steps, self._born = [0], 0
+        self.written = tokens if written is None else written
+        self.order = order
+        return cast(Self, self)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def of_prompt(
+        cls,
+        state: Sequence[Tensor],
+        plan: TensorPlan,
+        tokens: int,
+        dtype: torch.dtype,
+        order: ChannelOrder | None = None,
+        stored: TensorPlan | None = None,
+    ) -> Self:
+        """Wraps what ``kvpass::pack`` has made of a first prompt of ``tokens`` tokens by the plan
+        ``stored``, which is ``plan`` by default."""
+        stored = plan if stored is None else stored
+        written, logical = tokens - stored.skipped(tokens), stored.logical(tokens)
+        packed = cls(state, plan, logical, dtype, written=written, order=order)
+        packed.mark_dynamic()
+        return packed
+
+    def __tensor_flatten__(self) -> tuple[list[str], Meta]:
+        return list(self.plan.layout.names), (self.plan, self.dtype, self.order)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, Tensor],
+        meta: Meta,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> Self:
+        plan, dtype, order = meta
+        state = [inner[name] for name in plan.layout.names]
+        return cls(state, plan, outer_size[2], dtype, outer_stride, order=order)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes held: codes, scales, minima, exact tokens and ends, spare room included; and what
+        all layers share."""
+        return sum(t.numel() * t.element_size() for t in self.state)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits that store one element of the tokens now held: everything but spare room, and but
+        for what all layers share."""
+        self.check()
+        ends = [int(e) for e in self.segment_ends[0].tolist()]
+        exact = 8 * self.dtype.itemsize
+        tokens = ends[-1] if self.plan.room is not None else self.shape[2]
+        if self.plan.codec.identity:
+            bits = float(exact)
+        else:
+            sinks = ends[0] if self.plan.sinks else 0
+            packed = max(0, tokens - sinks - (ends[-1] - ends[-2]))
+            bits = self.plan.codec.bits_per_element(self.shape[3], self.shape[1]) * packed
+            bits += exact * (tokens - packed)
+            bits += self.plan.kept * (exact + 32 / self.shape[3])
+            bits /= max(tokens, 1)
+        constant = self.qparams.nbytes if self.plan.codec.offline else 0
+        return bits + 8 * (self.segment_ends.nbytes + constant) / max(self.numel(), 1)
+
+    def extended(self, new: int, after: int | None = None) -> Self:
+        """The handle after a step has stored ``new`` more tokens in place, of logical length
+        ``after`` (by default nothing slides out of it); this one becomes stale."""
+        b, h, tokens, d = self.shape
+        after = tokens + new if after is None else after
+        handle = make_wrapper(type(self), (b, h, after, d), None, self.dtype, self.device)
+        # State, plan, age and Dynamo's marks; this runs per layer and step, so attribute by
+        # attribute would be visible.
+        handle.__dict__.update(self.__dict__)
+        handle.written += new
+        self._steps[0] += 1
+        handle._born = self._steps[0]
+        return cast(Self, handle)
+
+    def decode(self) -> Tensor:
+        """The plain tensor ``[B, H, T, D]`` that this one stands for."""
+        if is_traced(self.segment_ends):
+            return self.segment_ends.new_empty(self.shape, dtype=self.dtype)
+        out = self.stored()
+        return out if self.order is None or is_traced(out) else self.order.restore(out)
+
+    def stored(self) -> Tensor:
+        """`decode` with the channels in the order in which they are stored."""
+        if is_traced(self.segment_ends):
+            return self.segment_ends.new_empty(self.shape, dtype=self.dtype)
+        self.check()
+        tokens, plan = self.shape[2], str(self.plan)
+        out: Tensor = op_of(self.plan, "unpack")(self.state, tokens, plan, self.dtype)
+        return out
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """Crops and batch selections stay packed."""
+        result = HANDLERS[Tensor.__getitem__](self, key)
+        if result is not NotImplemented:
+            return result  # type: ignore[no-any-return]
+        if is_traced(self.segment_ends):
+            return super().__getitem__(key)
+        # A view of the decoded tensor, not of this one: torch cannot trace those everywhere.
+        note_decode("__getitem__", self)
+        return self.decode()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Raises:
+        CacheStateError: outside compiled code.
+        """
+        if not is_traced(self.segment_ends):
+            raise write_refused("__setitem__", self)
+        super().__setitem__(key, value)
+
+    def repeat_interleave(  # type: ignore[override]
+        self, repeats: int | Tensor, dim: int | None = None, *, output_size: int | None = None
+    ) -> Tensor:
+        """Natively for the batch dimension; torch would decompose it into views that must
+        decode."""
+        if dim == 0:
+            rows = torch.arange(self.shape[0], device=self.device)
+            return self.index_select(
+                0, torch.repeat_interleave(rows, repeats, output_size=output_size)
+            )
+        return torch.repeat_interleave(self.decode(), repeats, dim, output_size=output_size)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        stale = ", stale" if self.stale else ""
+        shape, name = tuple(self.shape), type(self).__name__
+        return f"{name}(shape={shape}, dtype={self.dtype}, plan='{self.plan}'{stale})"
+
+    # Between the graphs of a model with graph breaks, Dynamo would compile what runs here, too.
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler: Callable[..., Any] | None = HANDLERS.get(func)
+        if handler is not None:
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        handles = [x for x in tree_leaves((args, kwargs)) if isinstance(x, PackedKV)]
+        if not any(is_traced(h.segment_ends) for h in handles):
+            _check_writes(func, args, kwargs)
+            # Through torch's wrapper.
+            note_decode(str(func), handles[0], callers=2)
+        plain_args, plain_kwargs = tree_map_only(PackedKV, PackedKV.decode, (args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+
+
+def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raises:
+    CacheStateError: if ``func``, an operator that has to decode, writes to a packed tensor.
+    """
+    passed: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)
+    for key in written_arguments(func) or ():
+        for target in tree_leaves(passed.get(key)):
+            if isinstance(target, PackedKV):
+                raise write_refused(str(func), target)
+
+
+# torch.load refuses classes that it does not know.
+torch.serialization.add_safe_globals([PackedKV, TensorPlan, Residency, Codec, ChannelOrder, Rope])

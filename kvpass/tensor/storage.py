@@ -1,0 +1,231 @@
+"""`PackedStorage`: the state of a cache tensor, which grows and can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self, cast
+
+import torch
+from torch import Tensor
+
+from kvpass._torch import mark_dynamic
+from kvpass.errors import CacheFullError, StaleHandleError
+from kvpass.format.order import ChannelOrder
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.state import State
+from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops.append import row_ends
+from kvpass.ops.pack import write_window
+from kvpass.ops.unpack import read_packed
+
+
+class PackedStorage(Tensor):
+    """What a `PackedKV` holds, and how that grows, is cropped, and is undone.
+
+    Attributes:
+        plan: how the tokens are stored.
+        codes, qparams, ...: the state, see `kvpass.format.state.State`; all layers hold the same
+            ``cos_sin``.
+        written: where the last segment ends, as the host knows it.
+        order: in which order ``codes`` and ``window`` hold the channels of each head, None if in
+            the model's own.
+    """
+
+    plan: TensorPlan
+    codes: Tensor
+    qparams: Tensor
+    window: Tensor
+    sinks: Tensor
+    outliers: Tensor
+    retained: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+    segment_ends: Tensor
+    written: int
+    order: ChannelOrder | None
+    # Shared by all handles on one storage: how many steps have extended it.
+    _steps: list[int]
+    _born: int
+
+    @property
+    def state(self) -> list[Tensor]:
+        """The inner tensors in the order in which ops take them."""
+        return [getattr(self, name) for name in self.plan.layout.names]
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The inner tensors but for those that all layers share."""
+        return [getattr(self, f.name) for f in self.plan.layout.own]
+
+    @property
+    def named(self) -> State:
+        """The inner tensors by name."""
+        return State(self.state, self.plan)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the packed segment has room for."""
+        return self.codes.shape[2]
+
+    @property
+    def stale(self) -> bool:
+        """Whether a later step has extended the storage."""
+        return self._steps[0] != self._born
+
+    def check(self) -> None:
+        """Raises:
+        StaleHandleError: if a later step has extended the storage.
+        """
+        if self.stale:
+            raise StaleHandleError(
+                f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended "
+                "its storage. Use the tensor that the cache holds now, or clone() before the step."
+            )
+
+    def reserve(self, new: int, after: int | None = None) -> None:
+        """Makes room for a step of ``new`` tokens: capacity grows by a quarter at least.
+
+        Args:
+            new: tokens of the step.
+            after: logical length after it; by default nothing slides out of it.
+
+        Raises:
+            CacheFullError: if a static cache has no room for them.
+        """
+        tokens, plan = self.shape[2], self.plan
+        after = tokens + new if after is None else after
+        if plan.room is not None:
+            if self.written + new > plan.room:
+                raise CacheFullError(
+                    f"The static cache has room for {plan.room} tokens and holds {self.written}; "
+                    f"{new} more do not fit. Make it with a larger max_cache_len."
+                )
+        elif plan.keep is not None:
+            if plan.capacity(after) > self.capacity:
+                self.grow("capacity", plan.capacity(after + after // 4))
+        else:
+            self._reserve_packed(new)
+
+    def _reserve_packed(self, new: int) -> None:
+        """`reserve` where no window slides."""
+        tokens, plan = self.shape[2], self.plan
+        if plan.codec.identity:
+            needed = tokens + new
+        else:
+            self._reserve_window(new)
+            counted = (tokens if new <= MAX_STEP else tokens + new) - plan.sinks
+            residency = plan.residency
+            needed = counted - (residency.window if residency.pivotal else residency.stay(counted))
+        self._reserve_capacity(needed)
+
+    def _reserve_capacity(self, needed: int) -> None:
+        if needed > self.capacity:
+            more = max(self.capacity // 4, 2 * self.plan.tile)
+            self.grow("capacity", self.plan.capacity(max(needed, self.capacity + more)))
+
+    def grow(self, grows: str, tokens: int) -> None:
+        """Moves the fields that grow as ``grows`` says to tensors with room for ``tokens``."""
+        end = self._ring_end(grows)
+        for field in self.plan.layout.fields:
+            if field.grows == grows:
+                old = getattr(self, field.name)
+                setattr(self, field.name, field.moved(old, tokens, end))
+        self.mark_dynamic()
+
+    def _ring_end(self, grows: str) -> int | None:
+        """Where the tokens end that fields which grow so hold in a ring; None: they lie in
+        order."""
+        if grows == "window":
+            return self.written
+        if self.plan.keep is None:
+            return None
+        ends = row_ends(self.segment_ends)
+        return ends[0] if grows == "capacity" else ends[-1]
+
+    def widened(self, like: Sequence[PackedStorage]) -> Self:
+        """A copy with the most room that any of ``like`` has."""
+        copy = cast(Self, self.clone())
+        for field in self.plan.layout.fields:
+            if field.grows is not None:
+                room = max(field.room(getattr(other, field.name)) for other in like)
+                moved = field.moved(getattr(copy, field.name), room, copy._ring_end(field.grows))
+                setattr(copy, field.name, moved)
+        return copy
+
+    def joins(self, others: Sequence[PackedStorage]) -> bool:
+        """Whether ``others``, of the same plan and length, have their boundaries at the same
+        tokens, and the same constants."""
+        constant = [f.name for f in self.plan.layout.fields if f.constant]
+        ends = row_ends(self.segment_ends)
+        return all(
+            row_ends(other.segment_ends) == ends
+            and all(torch.equal(getattr(other, n)[:1], getattr(self, n)[:1]) for n in constant)
+            for other in others
+        )
+
+    def cropped(self, tokens: int, total: int) -> tuple[State, int]:
+        """A copy of the state without the tokens from position ``total`` on, of which ``tokens``
+        are left, and what then is `written`.
+
+        A group that is cut through at its end is decoded into the exact window.
+        """
+        plan = self.plan
+        state = State([t.clone() for t in self.state], plan)
+        ends = state.segment_ends
+        if not plan.codec.identity:
+            packed, g = row_ends(ends)[-2], plan.codec.token_group
+            sinks = min(plan.sinks, total)
+            whole = min(packed, sinks + (total - sinks) // g * g)
+            if whole < min(packed, total):
+                group = read_packed(state, whole, whole + g, self.dtype)
+                write_window(state.window, whole, group[:, :, : total - whole])
+            ends.clamp_(max=whole)
+            if plan.kept:
+                state.positions.masked_fill_(state.positions >= whole, -1)
+        ends[:, -1] = total
+        return state, total
+
+    def snapshot(self, new: int) -> dict[str, Tensor]:
+        """Copies of the fields in which a step of ``new`` tokens may overwrite earlier ones."""
+        kinds = ("step",) if new <= MAX_STEP else ("step", "prefill")
+        fields = self.plan.layout.fields
+        return {f.name: getattr(self, f.name).clone() for f in fields if f.overwritten in kinds}
+
+    def undo(self, before: dict[str, Tensor]) -> None:
+        """Makes a failed step undone, of which this is the handle; ``before``: its `snapshot`."""
+        for name, old in before.items():
+            getattr(self, name).copy_(old)
+        if "segment_ends" not in before:
+            self.segment_ends.clamp_(max=self.written)
+
+    def _reserve_window(self, new: int) -> None:
+        """Makes room in `window` for a step of ``new`` tokens if a ratio of the tokens stays exact;
+        gives back what a pivotal ratio no longer needs."""
+        plan, slots = self.plan, self.window.shape[2]
+        if plan.residency.fraction:
+            after = self.written + new - plan.sinks
+            # What a pivotal ratio needs beyond that is spare here.
+            if plan.slots(after) - MAX_STEP > slots:
+                self.grow("window", plan.slots(after + after // 4))
+        elif plan.residency.pivotal and (new > MAX_STEP or slots > plan.ring):
+            *_, packed, total = row_ends(self.segment_ends)
+            exact = total - packed + new
+            wanted = max(plan.slots(exact), exact)
+            if wanted > slots or 2 * wanted <= slots or wanted == plan.ring:
+                self.grow("window", wanted)
+
+    def reserve_cos_sin(self, new: int, after: int) -> None:
+        """Makes room in `cos_sin` for ``new`` more tokens, as `reserve`."""
+        plan, room = self.plan, self.cos_sin.shape[1]
+        needed = plan.capacity(self.written + new if plan.keep is None else after)
+        if needed > room:
+            self.grow("cos_sin", max(needed, plan.capacity(room + room // 4)))
+
+    def mark_dynamic(self) -> None:
+        """Tells Dynamo that length and capacity vary, so that one decode graph serves all of
+        them. Those of a static cache do not."""
+        if self.plan.room is not None:
+            return
+        mark_dynamic(self, 2)
+        for name, dim in self.plan.growing.items():
+            mark_dynamic(getattr(self, name), dim)
