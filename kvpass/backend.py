@@ -145,7 +145,7 @@ def rewrite(context: Context, examples: Sequence[Any]) -> list[Event]:
             for node, detail in context.refused.items()
         ]
         return events + apply_rules(context, DECODING)
-    return apply_rules(context)
+    return apply_rules(context) + apply_rules(context, DECODING)
 
 
 def tell(report: GraphReport, opts: Options) -> None:

@@ -100,7 +100,7 @@ def test_ten_thousand_steps_hold_nothing_but_codes() -> None:
             held.append((resident(), sum(h.nbytes for h in handles)))
     (early, small), (late, large) = held
     growing = sum(
-        getattr(h, name).nbytes for h in handles for name in ("codes", "params", "outliers")
+        getattr(h, name).nbytes for h in handles for name in ("codes", "qparams", "outliers")
     )
     fixed = large - growing
     # One token and a step of up to 16 exactly, sinks, ends and calibrated ranges.

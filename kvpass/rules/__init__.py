@@ -29,7 +29,6 @@ RULES: list[Rule] = [
     FuseAttention(),
     MaskToBounds(),
     DecodeReader(),
-    ReadSize(),
     ShareHeads(),
     PermuteChannels(),
     PushOrder(),
@@ -38,7 +37,7 @@ RULES: list[Rule] = [
     ChannelGather(),
     ReorderChunks(),
 ]
-# For a graph that is not to be packed.
+# Whatever other rules there are, these leave no packed tensor to who cannot read it.
 DECODING: list[Rule] = [DecodeReader(), ReadSize()]
 # Tried on the bound graph.
 BOUND_RULES: list[Rule] = [RotateBefore()]

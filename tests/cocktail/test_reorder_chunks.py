@@ -335,7 +335,7 @@ def test_plans(tmp_path: Any) -> None:
     ):
         with pytest.raises(PlanError):
             plan_of(text, text)
-    with pytest.raises(PlanError, match="do not have the same levels"):
+    with pytest.raises(PlanError, match="do not split a prompt into the same chunks"):
         plan_of("int2.token16|fp/chunk=8", "fp").layer_plan("0", 16, 16)
     with pytest.raises(PlanError, match="group 32 does not divide head_dim 48"):
         plan_of("int2.token32|fp/chunk=8", "int2.token32|fp/chunk=8").layer_plan("0", 48, 48)

@@ -17,7 +17,7 @@ from kvpass.graph.sites import Sites, find_sites
 from kvpass.graph.verify import verify_rewritten
 from kvpass.plan import Planner
 from kvpass.recipes import recipe
-from kvpass.rules import Context, Event, apply_rules
+from kvpass.rules import DECODING, Context, Event, apply_rules
 from kvpass.tensor.packed import PackedKV
 from tests.strategies import randn, rounded
 
@@ -106,6 +106,7 @@ class Recorder:
             for cat, u in context.sites.updates.items()
         ]
         events = apply_rules(context)
+        apply_rules(context, DECODING)
         verify_rewritten(after.graph)
         after.recompile()
         record = Record(before, after, find_sites(before.graph), events, updates)

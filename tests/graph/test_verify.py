@@ -7,6 +7,7 @@ import torch
 from torch.fx import Graph
 
 from kvpass.errors import GraphError
+from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.ops import logical
 from tests.strategies import randn
@@ -18,7 +19,7 @@ def graph_of(*appends: int) -> Graph:
     """Appends to one of two caches each."""
     graph = Graph()
     pasts, new = [graph.placeholder("a"), graph.placeholder("b")], graph.placeholder("new")
-    graph.output(tuple(graph.call_function(logical.append, (pasts[i], new, PLAN)) for i in appends))
+    graph.output(tuple(AppendCall(pasts[i], new, PLAN).insert(graph) for i in appends))
     return graph
 
 

@@ -30,7 +30,6 @@ def test_order_of_the_built_in_rules():
         "fuse_attention",
         "mask_to_bounds",
         "decode_reader",
-        "read_size",
         "share_heads",
         "permute_channels",
         "push_order",
