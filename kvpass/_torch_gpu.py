@@ -207,6 +207,8 @@ def simulated_gpu(capability: int) -> Iterator[FakeTensorMode]:
                 compile_threads=1,
                 fx_graph_cache=False,
                 joint_graph_constant_folding=False,
+                # It would measure products on the GPU.
+                shape_padding=False,
                 use_static_cuda_launcher=False,
             )
         )

@@ -162,7 +162,7 @@ def packed_contender(case: Case, recipe: str, q: Tensor, k: Tensor, v: Tensor) -
         for state, tensor_plan in ((keys, plan.keys), (values, plan.values))
     ]
     count = copies(sum(h.nbytes for h in handles), case.device)
-    target, choice = provider("attention", q, keys, values, None, case.scale, *plans)
+    target, choice = provider(plan.keys.op("attention"), q, keys, values, None, case.scale, *plans)
     calls = [
         partial(target, q, *_clones(i, keys, values), None, case.scale, *plans)
         for i in range(count)
