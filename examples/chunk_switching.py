@@ -38,6 +38,7 @@ from kvpass.format.codec import FP
 from kvpass.format.quantize import encode
 from kvpass.format.retention import Residency
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops.attention import AttentionArguments
 from kvpass.plan import LayerPlan
 from lowering.cpp.attend import attend_segment
 
@@ -104,10 +105,8 @@ def attend_in_order(q: Tensor, runs: Sequence[Run], ends: Tensor, scale: float) 
         # Where tokens are packed, the exact window is never read.
         window = [] if run.kind == "exact" else [q]
         keys, values = ([*x, *window, ends] for x in run.tensors)
-        out = attend_segment(
-            q, keys, values, None, scale, *run.plans, None, False, 0.0, run.kind, run.places,
-            len(runs), number, carried,
-        )  # fmt: skip
+        arguments = AttentionArguments(q, keys, values, None, scale, *run.plans)
+        out = attend_segment(arguments, run.kind, run.places, len(runs), number, carried)
     return out
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpass.format.parse import parse_plan
 from kvpass.format.retention import MAX_STEP
-from kvpass.format.state import State
+from kvpass.ops.attention import AttentionArguments
 from lowering.codegen import load_kernels
 from lowering.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.launch import launch, on_nvidia
@@ -24,7 +22,6 @@ from lowering.layouts import (
     decline_dtype,
     decline_formats,
     decline_state,
-    exact_tokens,
     interpreted,
     layout_of,
     rotary_stride,
@@ -39,45 +36,35 @@ _LOG2_E = math.log2(math.e)
 _MERGE_STEP = 16
 
 
-def supports(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None = None,
-    causal: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> str | None:
+def supports(*args: Any, **kwargs: Any) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::attention``, or None."""
-    k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
+    a = AttentionArguments(*args, **kwargs)
+    q, (keys, values) = a.q, a.states
+    k, v = keys.tokens, values.tokens
     if symbolic(q.shape[2]):
         return "the number of new tokens is symbolic"
-    if reason := decline_formats(q, k, v, k_plan, v_plan):
+    if reason := decline_formats(q, keys, values):
         return reason
-    if reason := decline_codec(k_plan) or decline_codec(v_plan):
+    if reason := decline_codec(a.k_plan) or decline_codec(a.v_plan):
         return reason
-    layouts = layout_of(k_plan, int(k.shape[3])), layout_of(v_plan, int(v.shape[3]))
+    layouts = layout_of(a.k_plan, int(k.shape[3])), layout_of(a.v_plan, int(v.shape[3]))
     if _decodes(*layouts):
-        if reason := decline_decoding(k_plan, v_plan, *layouts):
+        if reason := decline_decoding(a.k_plan, a.v_plan, *layouts):
             return reason
     elif layouts[0].lanewise:
-        return f"the groups of keys {k_plan} are too short at head_dim {k.shape[3]}"
-    if q.shape[2] > MAX_STEP and parse_plan(k_plan).keep is not None:
+        return f"the groups of keys {a.k_plan} are too short at head_dim {k.shape[3]}"
+    if q.shape[2] > MAX_STEP and keys.plan.keep is not None:
         return f"{q.shape[2]} new tokens are a prefill; a ring has room for {MAX_STEP}"
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > MAX_ROWS:
         return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
-    if mask is not None and mask.dtype != torch.bool and decline_dtype(mask, "the mask"):
-        return decline_dtype(mask, "the mask")
+    if a.mask is not None and a.mask.dtype != torch.bool and decline_dtype(a.mask, "the mask"):
+        return decline_dtype(a.mask, "the mask")
     return (
         decline_device(q)
         or decline_dtype(q, "the query")
-        or _prefixed("keys", decline_state(keys, k_plan))
-        or _prefixed("values", decline_state(values, v_plan))
+        or _prefixed("keys", decline_state(a.keys, a.k_plan))
+        or _prefixed("values", decline_state(a.values, a.v_plan))
     )
 
 
@@ -85,6 +72,7 @@ def _prefixed(name: str, reason: str | None) -> str | None:
     return None if reason is None else f"{name}: {reason}"
 
 
+# triton_op reads the schema from the signature.
 def attention(
     q: Tensor,
     keys: list[Tensor],
@@ -99,25 +87,23 @@ def attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """As `kvpass.ops.attention.attention`, for arguments that `supports` takes."""
-    sizes = _sizes(q, keys, values, k_plan, v_plan)
-    variant = (sinks, causal, window, softcap)
-    return attend(sizes, q, keys, values, mask, scale, k_plan, v_plan, *variant)
+    state = (q, keys, values, mask, scale, k_plan, v_plan)
+    a = AttentionArguments(*state, sinks, causal, window, softcap)
+    return attend(_sizes(a), *a)
 
 
-def _sizes(
-    q: Tensor, keys: list[Tensor], values: list[Tensor], k_plan: str, v_plan: str
-) -> AttentionSizes:
+def _sizes(a: AttentionArguments) -> AttentionSizes:
     """By measurement where there is a GPU, else by the table."""
+    q, (keys, values) = a.q, a.states
     batch, heads, queries, head_dim = q.shape
-    kv_heads = exact_tokens(keys, k_plan).shape[1]
-    value_dim = exact_tokens(values, v_plan).shape[3]
-    k, v = layout_of(k_plan, head_dim), layout_of(v_plan, value_dim)
-    rows, capacity = heads // kv_heads * queries, State.of(keys, k_plan).capacity
+    kv_heads, value_dim = keys.tokens.shape[1], values.tokens.shape[3]
+    k, v = layout_of(a.k_plan, head_dim), layout_of(a.v_plan, value_dim)
+    rows, capacity = heads // kv_heads * queries, keys.capacity
     table = attention_sizes(k, v, rows, batch * kv_heads, capacity, q)
     if not measurable(q.device):
         return table
     workload = Workload(
-        k_plan, v_plan, head_dim, value_dim, q.dtype,
+        a.k_plan, a.v_plan, head_dim, value_dim, q.dtype,
         nominal_batch(batch), kv_heads, rows, nominal_capacity(capacity),
     )  # fmt: skip
     return tuned_sizes(
@@ -140,37 +126,25 @@ def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
     return {"k": k, "v": v, **tiles}
 
 
-def attend(
-    sizes: AttentionSizes,
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None = None,
-    causal: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
     """`attention` with these sizes, on which the result does not depend but for rounding."""
+    a = AttentionArguments(*args, **kwargs)
+    q, mask, sinks, (keys, values) = a.q, a.mask, a.sinks, a.states
     batch, heads, queries, head_dim = q.shape
-    kv_heads = exact_tokens(keys, k_plan).shape[1]
-    value_dim = exact_tokens(values, v_plan).shape[3]
-    k, v = layout_of(k_plan, head_dim), layout_of(v_plan, value_dim)
+    kv_heads, value_dim = keys.tokens.shape[1], values.tokens.shape[3]
+    k, v = layout_of(a.k_plan, head_dim), layout_of(a.v_plan, value_dim)
     rows = heads // kv_heads * queries
     pairs = batch * kv_heads
     kernels = load_kernels("attention", **_parameters(k, v, sizes))
     turns: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     if _decodes(k, v):
-        splits, turns = sizes.splits + sizes.edge_splits, (rotary_stride(keys, k_plan),)
+        splits, turns = sizes.splits + sizes.edge_splits, (rotary_stride(keys),)
     else:
         # Packed tokens beyond the last whole tile, each combination of packed and exact, and sinks.
         edges = (1 if k.identity else 2) * (1 if v.identity else 2)
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
-        kept = (parse_plan(k_plan).keep or 0,)
+        kept = (keys.plan.keep or 0,)
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))
@@ -181,14 +155,13 @@ def attend(
         sinks = sinks.float().contiguous()
     launch(
         kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
-        q, *keys, capacity_tiles(State.of(keys, k_plan)), *values,
-        capacity_tiles(State.of(values, v_plan)), *turns, mask, partial,
-        statistics, q.stride(0), q.stride(1), q.stride(2), *mask_strides, scale * _LOG2_E,
-        softcap * _LOG2_E, window, *kept,
+        q, *a.keys, capacity_tiles(keys), *a.values, capacity_tiles(values), *turns, mask, partial,
+        statistics, q.stride(0), q.stride(1), q.stride(2), *mask_strides, a.scale * _LOG2_E,
+        a.softcap * _LOG2_E, a.window, *kept,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
-        CAUSAL=causal, WINDOWED=window > 0, CAPPED=softcap > 0,
+        CAUSAL=a.causal, WINDOWED=a.window > 0, CAPPED=a.softcap > 0,
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages,
         step_elements=sizes.tile * (head_dim + value_dim),
     )  # fmt: skip

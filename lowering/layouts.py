@@ -60,9 +60,9 @@ def capacity_tiles(state: State) -> int:
     return state.capacity // CAPACITY_TILE
 
 
-def rotary_stride(state: Sequence[Tensor], plan: str) -> int:
+def rotary_stride(state: State) -> int:
     """From one sequence's cosines and sines to the next one's; all may have the same ones."""
-    return 0 if parse_plan(plan).rope is None else row_stride(State.of(state, plan).cos_sin)
+    return row_stride(state.cos_sin) if "cos_sin" in state else 0
 
 
 def row_stride(rows: Tensor) -> int:
@@ -118,17 +118,18 @@ def decline_conversion(exact: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-def decline_formats(q: Tensor, k: Tensor, v: Tensor, k_plan: str, v_plan: str) -> str | None:
-    """Why no kernel attends with this query to exact tokens like ``k`` and ``v``, or None."""
-    if parse_plan(k_plan).keep != parse_plan(v_plan).keep:
-        return f"keys {k_plan} and values {v_plan} do not keep the same tokens"
-    packed = [p for p in map(parse_plan, (k_plan, v_plan)) if not p.codec.identity]
-    if len({p.sinks for p in packed}) > 1:
-        return f"keys {k_plan} and values {v_plan} do not have the same sinks"
-    if parse_plan(v_plan).codec.token_group > 1:
-        return f"values {v_plan} have groups along tokens"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"the query is {q.dtype}, keys are {k.dtype}, values {v.dtype}"
+def decline_formats(q: Tensor, keys: State, values: State) -> str | None:
+    """Why no kernel attends with this query to keys and values stored so, or None."""
+    k, v = keys.plan, values.plan
+    if k.keep != v.keep:
+        return f"keys {k} and values {v} do not keep the same tokens"
+    if len({p.sinks for p in (k, v) if not p.codec.identity}) > 1:
+        return f"keys {k} and values {v} do not have the same sinks"
+    if v.codec.token_group > 1:
+        return f"values {v} have groups along tokens"
+    if not q.dtype == keys.tokens.dtype == values.tokens.dtype:
+        dtypes = keys.tokens.dtype, values.tokens.dtype
+        return f"the query is {q.dtype}, keys are {dtypes[0]}, values {dtypes[1]}"
     return None
 
 

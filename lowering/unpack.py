@@ -54,9 +54,10 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     # The last tokens of a sliding window may begin within what one program decodes; sinks have
     # programs of their own.
     programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
+    named = State.of(state, plan)
     launch(
         kernels.unpack_tokens, (programs, batch * heads),
-        *state, out, capacity_tiles(State.of(state, plan)), rotary_stride(state, plan), tokens,
+        *state, out, capacity_tiles(named), rotary_stride(named), tokens,
         KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
     )  # fmt: skip
     return out

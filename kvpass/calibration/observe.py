@@ -36,6 +36,7 @@ from kvpass.calibration.seen import (
 )
 from kvpass.errors import OptionError, UnmatchedGraphError
 from kvpass.graph.attention_site import AttentionSite
+from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.pattern import Miss
 from kvpass.graph.sites import Sites, find_sites
 from kvpass.rules.cache_before_rope import turned
@@ -212,8 +213,7 @@ class _Watcher:
         )
 
         def look(out: Tensor, read: Sequence[Tensor], before: Tensor | str, *call: Any) -> Tensor:
-            q, keys, values, mask, scale, *more = call
-            sinks, _, _, softcap = more or (None, False, 0, 0.0)
+            q, keys, values, mask, scale, sinks, softcap = call
             known = (q, keys, values, mask, scale, sinks, site.causal, softcap, halves, before)
             seen = Seen(layer, *known)
             _observer.get()(seen)
@@ -221,10 +221,14 @@ class _Watcher:
 
         shown = str(before) if isinstance(before, Miss) else before
         with self.graph.inserting_before(site.root.next):
-            call = attention_call(self.graph, site, site.keys, site.values)
-            out = self.graph.call_function(look, (site.root, (keys, values), shown, *call.args))
+            node = attention_call(self.graph, site, site.keys, site.values)
+            call = AttentionCall.at(node)
+            known = (call.q, call.keys, call.values, call.mask, call.scale, call.sinks)
+            reads = (keys, values)
+            arguments = (site.root, reads, shown, *known, call.softcap)
+            out = self.graph.call_function(look, arguments)
         out.meta = {**site.root.meta}
-        self.graph.erase_node(call)
+        self.graph.erase_node(node)
         site.root.replace_all_uses_with(out, lambda user: user is not out)
 
     def _keys(self, new: Node, before: Node | Miss, layer: str) -> Node:

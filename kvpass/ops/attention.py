@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpass.format.state import State
-from kvpass.ops.append import row_ends
 from kvpass.ops.library import define
 from kvpass.ops.unpack import unpack
 
-SCHEMA = (
-    "attention(Tensor q, Tensor[] keys, Tensor[] values, Tensor? mask, float scale, "
-    "str k_plan, str v_plan, Tensor? sinks=None, bool causal=False, int window=0, "
-    "float softcap=0.0) -> Tensor"
+_ARGUMENTS = (
+    "(Tensor q, Tensor[] keys, Tensor[] values, Tensor? mask, float scale, str k_plan, str v_plan, "
+    "Tensor? sinks=None, bool causal=False, int window=0, float softcap=0.0) -> Tensor"
 )
 
 
-def attention(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None = None,
-    causal: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Reference of ``kvpass::attention``: decode, then dense attention.
+class AttentionArguments(NamedTuple):
+    """The arguments of ``kvpass::attention``.
 
-    The step's ``n`` tokens have been appended; of the ``T`` tokens stored it sees the last ``L``,
-    see `TensorPlan.visible`: all of them unless a window slides. Query ``i`` stands at position
-    ``T - n + i``. The query heads that share a KV head are laid out as rows of one matrix; torch's
-    ``enable_gqa`` would copy keys and values once per query head.
-
-    Args:
+    Attributes:
         q: ``[B, Hq, n, D]``; ``Hq`` a multiple of the KV heads ``H``.
         keys, values: states, see `kvpass.format.state.State`.
         mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, n, L]`` (further
@@ -50,31 +34,60 @@ def attention(
         causal: a query does not see later positions.
         window: a query sees this many positions, its own counted, and none before; 0: all.
         softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask; 0: they stay.
+    """
+
+    q: Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    mask: Tensor | None
+    scale: float
+    k_plan: str
+    v_plan: str
+    sinks: Tensor | None = None
+    causal: bool = False
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def states(self) -> tuple[State, State]:
+        """Keys and values by the names of their tensors."""
+        return State.of(self.keys, self.k_plan), State.of(self.values, self.v_plan)
+
+
+def attention_schema(name: str) -> str:
+    """Of an op with `AttentionArguments`."""
+    return name + _ARGUMENTS
+
+
+def attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Reference of ``kvpass::attention``: decode, then dense attention.
+
+    The step's ``n`` tokens have been appended; of the ``T`` tokens stored it sees the last ``L``,
+    see `TensorPlan.visible`: all of them unless a window slides. Query ``i`` stands at position
+    ``T - n + i``.
+
+    Args:
+        args: see `AttentionArguments`.
 
     Returns:
         ``[B, Hq, n, Dv]``, contiguous, in the dtype of ``q``.
     """
-    n = q.shape[2]
-    k, v = _dense(keys, k_plan, n, q.dtype), _dense(values, v_plan, n, q.dtype)
-    return dense_attention(q, k, v, mask, scale, sinks, causal, window, softcap)
+    a = AttentionArguments(*args, **kwargs)
+    n, dtype = a.q.shape[2], a.q.dtype
+    return dense_attention(a, *(_dense(state, n, dtype) for state in a.states))
 
 
-def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    sinks: Tensor | None,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    """`attention` over plain keys and values ``[B, H, L, D]``."""
+def dense_attention(a: AttentionArguments, k: Tensor, v: Tensor) -> Tensor:
+    """`attention` over plain keys and values ``[B, H, L, D]``.
+
+    The query heads that share a KV head are laid out as rows of one matrix; torch's ``enable_gqa``
+    would copy keys and values once per query head.
+    """
+    q, sinks, softcap = a.q, a.sinks, a.softcap
     b, heads, n, d = q.shape
     groups = heads // k.shape[1]
     rows = q.reshape(b, k.shape[1], groups * n, d)
-    mask = _bounded(mask, n, k.shape[2], causal, window, q.device)
+    mask = _bounded(a.mask, n, k.shape[2], a.causal, a.window, q.device)
     if mask is not None:
         mask = mask_rows(mask, k.shape[1], groups, n)
     # SDPA takes no mask of higher precision than the query's (ALiBi in float32, say).
@@ -83,18 +96,20 @@ def dense_attention(
         columns = None if sinks is None else sinks.view(1, -1, 1, 1).expand(b, -1, n, 1)
         if columns is not None:
             columns = columns.reshape(b, k.shape[1], groups * n, 1)
-        out = _capped(rows, k, v, mask, scale, softcap, columns)
+        # What SDPA has no arguments for; in float32.
+        scores = rows.float() @ k.float().transpose(2, 3) * a.scale
+        weights = attention_weights(scores, mask, softcap, columns)
+        out = (weights @ v.float()).to(rows.dtype)
     else:
-        out = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+        out = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=a.scale)
     return out.reshape(b, heads, n, v.shape[3]).contiguous()
 
 
-def _dense(state: list[Tensor], plan: str, n: int, dtype: torch.dtype) -> Tensor:
-    s = State.of(state, plan)
-    p, total = s.plan, row_ends(s.segment_ends)[-1]
+def _dense(state: State, n: int, dtype: torch.dtype) -> Tensor:
+    p, total = state.plan, state.length()
     if p.codec.identity and p.keep is None and p.rope is None:
-        return s.codes[:, :, :total]
-    return unpack(state, p.visible(total, n), plan, dtype)
+        return state.codes[:, :, :total]
+    return unpack(state.tensors, p.visible(total, n), str(p), dtype)
 
 
 def _bounded(
@@ -115,20 +130,6 @@ def _bounded(
     if mask is None:
         return seen.view(1, 1, n, length)
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
-
-
-def _capped(
-    rows: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """What SDPA has no arguments for; in float32."""
-    scores = rows.float() @ k.float().transpose(2, 3) * scale
-    return (attention_weights(scores, mask, softcap, sinks) @ v.float()).to(rows.dtype)
 
 
 def attention_weights(
@@ -157,18 +158,10 @@ def mask_rows(mask: Tensor, kv_heads: int, groups: int, n: int) -> Tensor:
     return mask.expand(-1, -1, n, -1).reshape(mask.shape[0], kv_heads, groups * n, mask.shape[3])
 
 
-def attention_fake(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    *_: object,
-) -> Tensor:
+def attention_fake(*args: Any, **kwargs: Any) -> Tensor:
     """Shape of `attention`."""
-    return q.new_empty((*q.shape[:3], State.of(values, v_plan).tokens.shape[3]))
+    a = AttentionArguments(*args, **kwargs)
+    return a.q.new_empty((*a.q.shape[:3], a.states[1].tokens.shape[3]))
 
 
-define(SCHEMA, attention, attention_fake)
+define(attention_schema("attention"), attention, attention_fake)

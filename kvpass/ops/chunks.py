@@ -7,6 +7,7 @@ own, and exact tokens have the last one. A token's position is stored beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,12 @@ from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import Codec
 from kvpass.format.quantize import decode, encode
 from kvpass.format.state import State
-from kvpass.ops.attention import attention_fake, dense_attention
+from kvpass.ops.attention import (
+    AttentionArguments,
+    attention_fake,
+    attention_schema,
+    dense_attention,
+)
 from kvpass.ops.library import define, returns_nothing
 from kvpass.ops.rotary import rotated
 from kvpass.ops.unpack import unpack_fake
@@ -25,11 +31,6 @@ EXTEND = "extend_chunks(Tensor(a!)[] state, Tensor new, Tensor[] slots, str plan
 APPEND = (
     "append_chunks(Tensor(a!)[] state, Tensor new, str plan, Tensor? rows=None, str? rope=None) "
     "-> ()"
-)
-ATTENTION = (
-    "attention_chunks(Tensor q, Tensor[] keys, Tensor[] values, Tensor? mask, float scale, "
-    "str k_plan, str v_plan, Tensor? sinks=None, bool causal=False, int window=0, "
-    "float softcap=0.0) -> Tensor"
 )
 UNPACK = "unpack_chunks(Tensor[] state, SymInt tokens, str plan, ScalarType dtype) -> Tensor"
 # From a codec and whole groups of tokens to the fields of a segment.
@@ -134,26 +135,12 @@ def append_chunks(
     s.segment_ends[:, -1] += new.shape[2]
 
 
-def attention_chunks(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None = None,
-    causal: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     """Reference of ``kvpass::attention_chunks``, see `kvpass.ops.attention.attention`. Attention
     knows no order of its tokens: in theirs the mask fits as it is."""
-    k, v = (
-        unpack_chunks(state, State.of(state, plan).length(), plan, q.dtype)
-        for state, plan in ((keys, k_plan), (values, v_plan))
-    )
-    return dense_attention(q, k, v, mask, scale, sinks, causal, window, softcap)
+    a = AttentionArguments(*args, **kwargs)
+    dense = (unpack_chunks(s.tensors, s.length(), str(s.plan), a.q.dtype) for s in a.states)
+    return dense_attention(a, *dense)
 
 
 def positions(state: State, plan: ChunkedPlan) -> list[Tensor]:
@@ -210,5 +197,5 @@ def _decoded(codec: Codec, parts: Sequence[Tensor], dtype: torch.dtype) -> Tenso
 define(REORDER, reorder_chunks, reorder_chunks_fake)
 define(EXTEND, extend_chunks, returns_nothing)
 define(APPEND, append_chunks, returns_nothing)
-define(ATTENTION, attention_chunks, attention_fake)
+define(attention_schema("attention_chunks"), attention_chunks, attention_fake)
 define(UNPACK, unpack_chunks, unpack_fake)

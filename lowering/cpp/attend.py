@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvpass.format.parse import parse_plan
-from kvpass.format.state import State
+from kvpass.ops.attention import AttentionArguments
 from lowering.cpp.constants import (
     DTYPES,
     address,
@@ -20,7 +19,7 @@ from lowering.cpp.constants import (
 )
 from lowering.cpp.library import decline_compiler, load_function, native_lanes
 from lowering.cpp.structs import attention_struct, state_numbers
-from lowering.layouts import decline_formats, decline_gaps, exact_tokens
+from lowering.layouts import decline_formats, decline_gaps
 
 # Polynomial for 2 ** x on [-0.5, 0.5], highest power first: least squares of the relative error.
 _EXP2 = (0.0013266971, 0.00967546, 0.055507425, 0.24022122, 0.69314694, 1.0000001)
@@ -36,40 +35,30 @@ _NO_MASK = (0, 0, 0, 0, 0)
 Function = Callable[[bytes], None]
 
 
-def decline(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    k_plan: str,
-    v_plan: str,
-    segment: str = "",
-) -> str | None:
+def decline(a: AttentionArguments, segment: str = "") -> str | None:
     """As `lowering.cpp.attention.supports`, of all tokens or those of one ``segment``."""
-    k, v = exact_tokens(keys, k_plan), exact_tokens(values, v_plan)
-    if reason := decline_formats(q, k, v, k_plan, v_plan):
+    q, mask, (keys, values) = a.q, a.mask, a.states
+    if reason := decline_formats(q, keys, values):
         return reason
     if mask is not None and mask.dtype not in _KINDS:
         return f"the mask is {mask.dtype}"
-    k_dim, v_dim = int(k.shape[3]), int(v.shape[3])
-    if reason := decline_plan(k_plan, k_dim) or decline_plan(v_plan, v_dim):
+    k_dim, v_dim = int(keys.tokens.shape[3]), int(values.tokens.shape[3])
+    if reason := decline_plan(a.k_plan, k_dim) or decline_plan(a.v_plan, v_dim):
         return reason
-    if "cos_sin" in (k_state := State.of(keys, k_plan)) and k_state.cos_sin.dtype != q.dtype:
-        return f"cosines and sines are {k_state.cos_sin.dtype}, the query is {q.dtype}"
-    if parse_plan(v_plan).rope is not None:
+    if "cos_sin" in keys and keys.cos_sin.dtype != q.dtype:
+        return f"cosines and sines are {keys.cos_sin.dtype}, the query is {q.dtype}"
+    if "cos_sin" in values:
         return "values have a rotary embedding"
-    rows = _rows(q, k)
-    for plan, dim in ((k_plan, k_dim), (v_plan, v_dim)):
-        if reason := constants_of(plan, dim).misfit(_lanes(k_plan, v_plan, k_dim, v_dim, rows)):
+    rows = _rows(q, keys.codes)
+    parameters = (a.k_plan, a.v_plan, k_dim, v_dim)
+    for plan, dim in ((a.k_plan, k_dim), (a.v_plan, v_dim)):
+        if reason := constants_of(plan, dim).misfit(_lanes(*parameters, rows)):
             return reason
     return (
         decline_device(q)
-        or decline_gaps(keys, k_plan)
-        or decline_gaps(values, v_plan)
-        or decline_compiler(
-            "attention",
-            **_parameters(k_plan, v_plan, k_dim, v_dim, q.dtype, rows, segment),
-        )
+        or decline_gaps(a.keys, a.k_plan)
+        or decline_gaps(a.values, a.v_plan)
+        or decline_compiler("attention", **_parameters(*parameters, q.dtype, rows, segment))
     )
 
 
@@ -135,58 +124,36 @@ def _function(
     return load_function("attention", **parameters)
 
 
-def attend(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None,
-    causal: bool,
-    window: int,
-    softcap: float,
-    segment: str = "",
-    more: tuple[int, ...] = (),
-) -> Tensor:
+def attend(a: AttentionArguments, segment: str = "", *more: int) -> Tensor:
     """All tokens, or those of one ``segment`` with ``more`` arguments."""
+    q, mask, sinks, (k, v) = a.q, a.mask, a.sinks, a.states
     batch, heads, queries, k_dim = q.shape
-    k, v = State.of(keys, k_plan), State.of(values, v_plan)
     kv_heads, v_dim = k.codes.shape[1], v.tokens.shape[3]
     if q.stride(3) != 1:
         q = q.contiguous()
     if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    function = _function(k_plan, v_plan, k_dim, v_dim, q.dtype, _rows(q, k.codes), segment)
+    function = _function(a.k_plan, a.v_plan, k_dim, v_dim, q.dtype, _rows(q, k.codes), segment)
     out = q.new_empty((batch, heads, queries, v_dim))
     function(
-        attention_struct(k_plan, v_plan, bool(segment)).pack(
-            *state_numbers(keys, k_plan), *state_numbers(values, v_plan),
+        attention_struct(a.k_plan, a.v_plan, bool(segment)).pack(
+            *state_numbers(a.keys, a.k_plan), *state_numbers(a.values, a.v_plan),
             q.data_ptr(), address(mask), address(sinks), out.data_ptr(),
             address(levels_of(k.plan.codec)), address(levels_of(v.plan.codec)),
             heads // kv_heads * queries, queries, q.stride(0), q.stride(1), q.stride(2),
             *(_NO_MASK if mask is None else _mask_layout(mask)),
             0 if sinks is None else _KINDS[sinks.dtype],
-            causal, window, k.plan.keep or 0, torch.get_num_threads(), scale, softcap, *more,
+            a.causal, a.window, k.plan.keep or 0, torch.get_num_threads(), a.scale, a.softcap,
+            *more,
         )
     )  # fmt: skip
     return out
 
 
 def attend_segment(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None,
-    causal: bool,
-    softcap: float,
+    a: AttentionArguments,
     kind: str,
-    places: Tensor,
+    positions: Tensor,
     segments: int,
     number: int,
     carried: Tensor,
@@ -194,16 +161,15 @@ def attend_segment(
     """One segment of tokens, in one softmax with those that were attended to before.
 
     Args:
-        keys, values, k_plan, v_plan: of the segment alone, whose exact window is never read; ends
-            are int32 ``[B, segments]``: how many tokens each row has in each segment.
+        a: keys, values and plans are those of the segment alone, whose exact window is never read;
+            ends are int32 ``[B, segments]``: how many tokens each row has in each segment.
         kind: ``"exact"`` for the last segment, which gives the result; ``"packed"``.
-        places: int32 ``[B, C]``, see `kvpass.tensor.packed.PackedKV`.
+        positions: int32 ``[B, C]``, see `kvpass.ops.chunks`.
         segments, number: how many there are, and which one this is.
         carried: float32 ``[B, Hq, n, D + 2]``: what those before have summed, and then this one.
     """
-    more = (places.data_ptr(), places.shape[1], segments, number, carried.data_ptr())
-    arguments = (q, keys, values, mask, scale, k_plan, v_plan, sinks, causal, 0, softcap)
-    return attend(*arguments, kind, more)
+    more = (positions.data_ptr(), positions.shape[1], segments, number, carried.data_ptr())
+    return attend(a, kind, *more)
 
 
 def _mask_layout(mask: Tensor) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kvpass.format.parse import parse_plan
 from kvpass.format.retention import Residency
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops.attention import AttentionArguments
 from kvpass.ops.chunks import chunked, encoded, reordered
 from lowering.cpp import append, pack
 from lowering.cpp.attend import attend_segment, decline
@@ -89,63 +91,43 @@ def _kind(codec: Codec) -> str:
     return "exact" if codec.identity else "packed"
 
 
-def supports_attention(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None = None,
-    causal: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> str | None:
+def supports_attention(*args: Any, **kwargs: Any) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention_chunks``, or None."""
-    if window:
-        return f"a window of {window} tokens that lie in the order of their bits"
-    if reason := decline_gaps(keys, k_plan) or decline_gaps(values, v_plan):
+    a = AttentionArguments(*args, **kwargs)
+    if a.window:
+        return f"a window of {a.window} tokens that lie in the order of their bits"
+    if reason := decline_gaps(a.keys, a.k_plan) or decline_gaps(a.values, a.v_plan):
         return reason
-    pairs = list(zip(_codecs(k_plan), _codecs(v_plan), strict=True))
+    pairs = list(zip(_codecs(a.k_plan), _codecs(a.v_plan), strict=True))
     kinds = [{_kind(k), _kind(v)} for k, v in pairs]
     if kinds != [*[{"packed"}] * (len(kinds) - 1), {"exact"}]:
-        return f"a level of {k_plan} and {v_plan} is stored as it is"
-    (k, kp), (v, vp) = chunked(keys, k_plan), chunked(values, v_plan)
-    for number, codecs in enumerate(pairs):
-        parts = _segment(k, kp, number), _segment(v, vp, number)
-        k_alone, v_alone = map(_plan, codecs)
-        if reason := decline(q, *parts, mask, k_alone, v_alone, _kind(codecs[0])):
-            return reason
-    return None
+        return f"a level of {a.k_plan} and {a.v_plan} is stored as it is"
+    parts = ((_part(a, number), k) for number, (k, _) in enumerate(pairs))
+    return next(filter(None, (decline(part, _kind(codec)) for part, codec in parts)), None)
 
 
-def attention_chunks(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None = None,
-    causal: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def _part(a: AttentionArguments, number: int) -> AttentionArguments:
+    """The arguments of one segment alone."""
+    (k, kp), (v, vp) = chunked(a.keys, a.k_plan), chunked(a.values, a.v_plan)
+    return a._replace(
+        keys=_segment(k, kp, number),
+        values=_segment(v, vp, number),
+        k_plan=_plan(kp.codecs[number]),
+        v_plan=_plan(vp.codecs[number]),
+    )
+
+
+def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.chunks.attention_chunks`, for arguments that `supports_attention` takes.
 
     One segment after the other, each by code for its pair of codecs, in one softmax: each function
     carries on what those before it have summed.
     """
-    (k, kp), (v, vp) = chunked(keys, k_plan), chunked(values, v_plan)
-    segments = len(kp.codecs)
-    carried = q.new_empty((*q.shape[:3], v.codes.shape[3] + 2), dtype=torch.float32)
-    for number, codecs in enumerate(zip(kp.codecs, vp.codecs, strict=True)):
-        k_alone, v_alone = map(_plan, codecs)
-        out = attend_segment(
-            q, _segment(k, kp, number), _segment(v, vp, number), mask, scale,
-            k_alone, v_alone, sinks, causal, softcap, _kind(codecs[0]),
-            k[kp.chunk_positions[number]], segments, number, carried,
-        )  # fmt: skip
+    a = AttentionArguments(*args, **kwargs)
+    (k, plan), v = chunked(a.keys, a.k_plan), a.states[1]
+    segments = len(plan.codecs)
+    carried = a.q.new_empty((*a.q.shape[:3], v.codes.shape[3] + 2), dtype=torch.float32)
+    for number, codec in enumerate(plan.codecs):
+        places = k[plan.chunk_positions[number]]
+        out = attend_segment(_part(a, number), _kind(codec), places, segments, number, carried)
     return out
