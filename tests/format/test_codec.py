@@ -178,7 +178,7 @@ def test_layout_is_the_documented_one(x, data):
 # adds 2^-22 of the largest.
 @given(tensors(tokens=st.integers(1, 3)), st.data())
 def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
-    # (Where 11 codes share 32 bits, some saturate: tests/cache/test_words.py.)
+    # (Where 11 codes share 32 bits, some saturate: tests/format/test_words.py.)
     codec = replace(data.draw(codecs(x.shape[3])), clip=1.0, elevens=False)
     fp8 = codec.params == "fp8"
     # Numbers and ranges beyond 448 saturate.

@@ -15,9 +15,9 @@ from kvpass.format.quantize import decode, encode
 from kvpass.ops import logical
 from kvpass.oracle import OracleLayer
 from kvpass.tensor.dispatch import DECODES
-from tests.cache.test_packed import KEYS, NATIVE, VALUES, equal
 from tests.orders import free
 from tests.strategies import randn
+from tests.tensor.test_packed import KEYS, NATIVE, VALUES, equal
 
 ORDER = ChannelOrder.of(free(2, 16, torch.Generator().manual_seed(5)))
 TOKENS = "int2.token8/window=0,flush=1"
