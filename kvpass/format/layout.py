@@ -98,10 +98,10 @@ class Field:
         return tensor.narrow(self.token_dim, first // self.group, count // self.group)
 
     def __str__(self) -> str:
-        dtype = "model" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        dims = [f"{d}/{self.group}" if d == self.grows and self.group > 1 else f"{d}"
-                for d in self.shape]  # fmt: skip
-        return f"{self.name}: {dtype} [{', '.join(dims)}]"
+        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.") + " "
+        group = f"/{self.group}" if self.group > 1 else ""
+        dims = [f"{d}{group}" if d == self.grows else str(d) for d in self.shape]
+        return f"{self.name} {dtype}[{', '.join(dims)}]"
 
 
 class StateLayout:
@@ -132,6 +132,9 @@ class StateLayout:
         """The field that tells the shape and dtype ``[B, H, ..., D]`` of tokens: one that holds
         them as they are."""
         return next(f.name for f in self.fields if f.exact)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.fields))
 
     def __contains__(self, name: object) -> bool:
         return name in self.by_name
