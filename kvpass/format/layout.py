@@ -123,6 +123,19 @@ class StateLayout:
         return tuple(f.name for f in self.fields)
 
     @cached_property
+    def own_names(self) -> tuple[str, ...]:
+        """Of those that are not shared."""
+        return tuple(f.name for f in self.own)
+
+    @cached_property
+    def overwritten(self) -> dict[Overwritten, tuple[str, ...]]:
+        """The names of the fields in which a decode step, or a prefill, may overwrite earlier
+        tokens."""
+        every = tuple(f.name for f in self.fields if f.overwritten == "step")
+        long = tuple(f.name for f in self.fields if f.overwritten != "never")
+        return {"step": every, "prefill": long}
+
+    @cached_property
     def by_name(self) -> dict[str, Field]:
         """The fields."""
         return {f.name: f for f in self.fields}

@@ -55,7 +55,7 @@ class PackedStorage(Tensor):
     @property
     def own(self) -> list[Tensor]:
         """The inner tensors but for those that all layers share."""
-        return [getattr(self, f.name) for f in self.plan.layout.own]
+        return [getattr(self, name) for name in self.plan.layout.own_names]
 
     @property
     def named(self) -> State:
@@ -187,9 +187,8 @@ class PackedStorage(Tensor):
 
     def snapshot(self, new: int) -> dict[str, Tensor]:
         """Copies of the fields in which a step of ``new`` tokens may overwrite earlier ones."""
-        kinds = ("step",) if new <= MAX_STEP else ("step", "prefill")
-        fields = self.plan.layout.fields
-        return {f.name: getattr(self, f.name).clone() for f in fields if f.overwritten in kinds}
+        names = self.plan.layout.overwritten["step" if new <= MAX_STEP else "prefill"]
+        return {name: getattr(self, name).clone() for name in names}
 
     def undo(self, before: dict[str, Tensor]) -> None:
         """Makes a failed step undone, of which this is the handle; ``before``: its `snapshot`."""

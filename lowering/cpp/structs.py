@@ -77,9 +77,9 @@ def state_struct(name: str, plan: str, used_as: str = "") -> Struct:
 
 def state_numbers(state: Sequence[Tensor], plan: str) -> tuple[int, ...]:
     """The members of a `state_struct` for these tensors."""
-    layout, codes = parse_plan(plan).layout, state[0]
-    ring = state[layout.names.index("window")].shape[2] if "window" in layout else 0
-    stride = room = 0
+    layout, codes, ring, stride, room = parse_plan(plan).layout, state[0], 0, 0, 0
+    if "window" in layout:
+        ring = state[layout.names.index("window")].shape[2]
     if len(state) > len(layout.own):
         cos_sin = state[-1]
         stride, room = cos_sin.stride(0) if len(cos_sin) > 1 else 0, cos_sin.shape[1]
