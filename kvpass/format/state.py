@@ -11,9 +11,8 @@ from kvpass.format.parse import parse_plan
 from kvpass.format.tensor_plan import TensorPlan
 
 
-class State:
-    """A view of the tensors that cross the boundary of an op; those that the plan's layout lacks,
-    or that were not passed since all layers share them, are not there.
+class StateTensors:
+    """The tensors of a state as attributes; those that the plan's layout lacks are not there.
 
     Attributes:
         plan: how tokens are stored.
@@ -26,7 +25,7 @@ class State:
         retained, positions: tokens ``[B, H, N, D]`` that a filter keeps exact, and where they
             stand, int32 ``[B, H, N]`` (-1: none).
         segment_ends: int32 ``[B, segments]``, the position at which each segment ends.
-        cos_sin: see `kvpass.ops.rotary`.
+        cos_sin: see `kvpass.ops.rotary`; all layers hold the same.
     """
 
     plan: TensorPlan
@@ -39,6 +38,16 @@ class State:
     positions: Tensor
     segment_ends: Tensor
     cos_sin: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the packed segment has room for."""
+        return self.codes.shape[2]
+
+
+class State(StateTensors):
+    """A view of the tensors that cross the boundary of an op; those that all layers share may be
+    left out."""
 
     def __init__(self, tensors: Sequence[Tensor], plan: TensorPlan) -> None:
         """Of all tensors of the layout, or of those that are not shared."""
@@ -75,11 +84,6 @@ class State:
     def length(self, row: int = 0) -> int:
         """Tokens of a sequence of the batch."""
         return self.plan.length(self.segment_ends[row].tolist())
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the packed segment has room for."""
-        return self.codes.shape[2]
 
 
 def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> State:

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvpass.format.state import State
 from kvpass.ops.library import define
-from kvpass.ops.unpack import unpack
+from kvpass.ops.unpack import unpacked
 
 _ARGUMENTS = (
     "(Tensor q, Tensor[] keys, Tensor[] values, Tensor? mask, float scale, str k_plan, str v_plan, "
@@ -109,7 +109,7 @@ def _dense(state: State, n: int, dtype: torch.dtype) -> Tensor:
     p, total = state.plan, state.length()
     if p.codec.identity and p.keep is None and p.rope is None:
         return state.codes[:, :, :total]
-    return unpack(state.tensors, p.visible(total, n), str(p), dtype)
+    return unpacked(state, p.visible(total, n), dtype)
 
 
 def _bounded(

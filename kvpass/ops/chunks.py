@@ -139,8 +139,7 @@ def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     """Reference of ``kvpass::attention_chunks``, see `kvpass.ops.attention.attention`. Attention
     knows no order of its tokens: in theirs the mask fits as it is."""
     a = AttentionArguments(*args, **kwargs)
-    dense = (unpack_chunks(s.tensors, s.length(), str(s.plan), a.q.dtype) for s in a.states)
-    return dense_attention(a, *dense)
+    return dense_attention(a, *(_unpacked(s, s.length(), a.q.dtype) for s in a.states))
 
 
 def positions(state: State, plan: ChunkedPlan) -> list[Tensor]:
@@ -167,7 +166,12 @@ def positions(state: State, plan: ChunkedPlan) -> list[Tensor]:
 def unpack_chunks(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
     """Reference of ``kvpass::unpack_chunks``, see `kvpass.ops.unpack.unpack`: all tokens in their
     own order."""
-    s, p = chunked(state, plan)
+    return _unpacked(State.of(state, plan), tokens, dtype)
+
+
+def _unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
+    p = s.plan
+    assert isinstance(p, ChunkedPlan)
     segments = range(len(p.codecs))
     parts = [_decoded(p.codecs[i], [s[n] for n in p.segment_fields(i)], dtype) for i in segments]
     stored = torch.cat(parts, dim=2)

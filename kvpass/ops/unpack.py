@@ -30,7 +30,11 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     Returns:
         ``[B, H, T, D]``.
     """
-    s = State.of(state, plan)
+    return unpacked(State.of(state, plan), tokens, dtype)
+
+
+def unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
+    """`unpack`, of a state by its names."""
     p, ends, like = s.plan, row_ends(s.segment_ends), s.tokens
     total = tokens if p.keep is None else ends[-1]
     first = max(0, total - tokens)

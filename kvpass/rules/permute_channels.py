@@ -87,9 +87,9 @@ def packed_order(packed: Node | None, context: Context) -> ChannelOrder | None:
     if packed.op == "placeholder":
         example = packed.meta.get("example_value")
         return example.order if isinstance(example, PackedKV) else None
-    append = AppendCall.at(behind_slides(packed))
-    if append.past is not None:
-        return packed_order(append.past, context)
+    packed = behind_slides(packed)
+    if (past := AppendCall.at(packed).past) is not None:
+        return packed_order(past, context)
     origin = origin_of(packed)
     return None if origin is None else context.orders.get(origin)
 

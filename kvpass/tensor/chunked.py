@@ -46,10 +46,9 @@ class ChunkedKV(PackedKV):
         """Makes room for so many tokens in each segment, in whole tiles."""
         for segment, count in enumerate(needed):
             for name in self.plan.segment_fields(segment):
-                field, old = self.plan.layout[name], getattr(self, name)
-                tokens = -(-count // tile) * tile
-                if field.room(old) < tokens:
-                    setattr(self, name, field.moved(old, tokens))
+                field, tokens = self.plan.layout[name], -(-count // tile) * tile
+                if field.room(getattr(self, name)) < tokens:
+                    self._move(field, tokens)
         self.mark_dynamic()
 
     def joins(self, others: Sequence[PackedStorage]) -> bool:

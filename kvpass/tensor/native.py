@@ -27,8 +27,7 @@ def rebuilt(
     """A handle on a new ``state``, as long as ``old`` unless told otherwise."""
     length = old.shape[2] if length is None else length
     written = old.written if written is None else written
-    named = State(state, old.plan)
-    dtype = named.tokens.dtype
+    dtype = State(state, old.plan).tokens.dtype
     handle = type(old)(state, old.plan, length, dtype, written=written, order=old.order)
     handle.mark_dynamic()
     return handle

@@ -19,6 +19,7 @@ from kvpass.format.codec import Codec
 from kvpass.format.order import ChannelOrder
 from kvpass.format.retention import Residency
 from kvpass.format.rope import Rope
+from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.library import op_of
 from kvpass.tensor.dispatch import HANDLERS, note_decode, write_refused
@@ -53,12 +54,11 @@ class PackedKV(PackedStorage):
         """Wraps ``state``, which stands for ``tokens`` tokens of logical type ``dtype``; the last
         of its segments ends at ``written`` (``tokens`` by default), and its channels are in
         ``order``."""
-        layout = plan.layout
-        shaped = state[layout.names.index(layout.tokens)]
+        shaped = State(state, plan).tokens
         size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
         self = make_wrapper(cls, size, stride, dtype, shaped.device)
         self.plan = plan
-        for name, tensor in zip(layout.names, state, strict=True):
+        for name, tensor in zip(plan.layout.names, state, strict=True):
             setattr(self, name, tensor)
         self._steps, self._born = [0], 0
         self.written = tokens if written is None else written

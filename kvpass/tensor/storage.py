@@ -10,37 +10,24 @@ from torch import Tensor
 
 from kvpass._torch import mark_dynamic
 from kvpass.errors import CacheFullError, StaleHandleError
+from kvpass.format.layout import Field
 from kvpass.format.order import ChannelOrder
 from kvpass.format.retention import MAX_STEP
-from kvpass.format.state import State
-from kvpass.format.tensor_plan import TensorPlan
+from kvpass.format.state import State, StateTensors
 from kvpass.ops.append import row_ends
 from kvpass.ops.pack import write_window
 from kvpass.ops.unpack import read_packed
 
 
-class PackedStorage(Tensor):
+class PackedStorage(StateTensors, Tensor):
     """What a `PackedKV` holds, and how that grows, is cropped, and is undone.
 
     Attributes:
-        plan: how the tokens are stored.
-        codes, qparams, ...: the state, see `kvpass.format.state.State`; all layers hold the same
-            ``cos_sin``.
         written: where the last segment ends, as the host knows it.
         order: in which order ``codes`` and ``window`` hold the channels of each head, None if in
             the model's own.
     """
 
-    plan: TensorPlan
-    codes: Tensor
-    qparams: Tensor
-    window: Tensor
-    sinks: Tensor
-    outliers: Tensor
-    retained: Tensor
-    positions: Tensor
-    cos_sin: Tensor
-    segment_ends: Tensor
     written: int
     order: ChannelOrder | None
     # Shared by all handles on one storage: how many steps have extended it.
@@ -61,11 +48,6 @@ class PackedStorage(Tensor):
     def named(self) -> State:
         """The inner tensors by name."""
         return State(self.state, self.plan)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the packed segment has room for."""
-        return self.codes.shape[2]
 
     @property
     def stale(self) -> bool:
@@ -128,9 +110,11 @@ class PackedStorage(Tensor):
         end = self._ring_end(grows)
         for field in self.plan.layout.fields:
             if field.grows == grows:
-                old = getattr(self, field.name)
-                setattr(self, field.name, field.moved(old, tokens, end))
+                self._move(field, tokens, end)
         self.mark_dynamic()
+
+    def _move(self, field: Field, tokens: int, end: int | None = None) -> None:
+        setattr(self, field.name, field.moved(getattr(self, field.name), tokens, end))
 
     def _ring_end(self, grows: str) -> int | None:
         """Where the tokens end that fields which grow so hold in a ring; None: they lie in
@@ -148,8 +132,7 @@ class PackedStorage(Tensor):
         for field in self.plan.layout.fields:
             if field.grows is not None:
                 room = max(field.room(getattr(other, field.name)) for other in like)
-                moved = field.moved(getattr(copy, field.name), room, copy._ring_end(field.grows))
-                setattr(copy, field.name, moved)
+                copy._move(field, room, copy._ring_end(field.grows))
         return copy
 
     def joins(self, others: Sequence[PackedStorage]) -> bool:

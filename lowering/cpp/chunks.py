@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,33 +49,16 @@ def _exact(state: Sequence[Tensor], plan: str) -> tuple[list[Tensor], int]:
     return [s.codes, s.segment_ends], len(p.codecs)
 
 
-def supports_append(
-    state: Sequence[Tensor],
-    new: Tensor,
-    plan: str,
-    rows: Tensor | None = None,
-    rope: str | None = None,
-) -> str | None:
+def supports_append(state: Sequence[Tensor], new: Tensor, plan: str, *rotation: Any) -> str | None:
     """Why C++ declines these arguments of ``kvpass::append_chunks``, or None."""
     exact, segments = _exact(state, plan)
-    return append.supports(exact, new, str(FP), rows, rope, segments=segments)
+    return append.supports(exact, new, str(FP), *rotation, segments=segments)
 
 
-def append_chunks(
-    state: list[Tensor],
-    new: Tensor,
-    plan: str,
-    rows: Tensor | None = None,
-    rope: str | None = None,
-) -> None:
+def append_chunks(state: list[Tensor], new: Tensor, plan: str, *rotation: Any) -> None:
     """As `kvpass.ops.chunks.append_chunks`, for arguments that `supports_append` takes."""
     exact, segments = _exact(state, plan)
-    append.append(exact, new, str(FP), rows, rope, segments=segments)
-
-
-@cache
-def _codecs(plan: str) -> tuple[Codec, ...]:
-    return parse_plan(plan).codecs
+    append.append(exact, new, str(FP), *rotation, segments=segments)
 
 
 def _segment(state: State, plan: ChunkedPlan, number: int) -> list[Tensor]:
@@ -98,23 +80,24 @@ def supports_attention(*args: Any, **kwargs: Any) -> str | None:
         return f"a window of {a.window} tokens that lie in the order of their bits"
     if reason := decline_gaps(a.keys, a.k_plan) or decline_gaps(a.values, a.v_plan):
         return reason
-    pairs = list(zip(_codecs(a.k_plan), _codecs(a.v_plan), strict=True))
+    pairs = zip(parse_plan(a.k_plan).codecs, parse_plan(a.v_plan).codecs, strict=True)
     kinds = [{_kind(k), _kind(v)} for k, v in pairs]
     if kinds != [*[{"packed"}] * (len(kinds) - 1), {"exact"}]:
         return f"a level of {a.k_plan} and {a.v_plan} is stored as it is"
-    parts = ((_part(a, number), k) for number, (k, _) in enumerate(pairs))
-    return next(filter(None, (decline(part, _kind(codec)) for part, codec in parts)), None)
+    return next(filter(None, (decline(part, kind) for part, kind, _ in _parts(a))), None)
 
 
-def _part(a: AttentionArguments, number: int) -> AttentionArguments:
-    """The arguments of one segment alone."""
-    (k, kp), (v, vp) = chunked(a.keys, a.k_plan), chunked(a.values, a.v_plan)
-    return a._replace(
-        keys=_segment(k, kp, number),
-        values=_segment(v, vp, number),
-        k_plan=_plan(kp.codecs[number]),
-        v_plan=_plan(vp.codecs[number]),
-    )
+def _parts(a: AttentionArguments) -> Iterator[tuple[AttentionArguments, str, Tensor]]:
+    """For each segment alone: the arguments, its kind, and the positions of its tokens."""
+    (k, k_plan), (v, v_plan) = chunked(a.keys, a.k_plan), chunked(a.values, a.v_plan)
+    for number, (codec, other) in enumerate(zip(k_plan.codecs, v_plan.codecs, strict=True)):
+        part = a._replace(
+            keys=_segment(k, k_plan, number),
+            values=_segment(v, v_plan, number),
+            k_plan=_plan(codec),
+            v_plan=_plan(other),
+        )
+        yield part, _kind(codec), k[k_plan.chunk_positions[number]]
 
 
 def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
@@ -124,10 +107,9 @@ def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     carries on what those before it have summed.
     """
     a = AttentionArguments(*args, **kwargs)
-    (k, plan), v = chunked(a.keys, a.k_plan), a.states[1]
-    segments = len(plan.codecs)
-    carried = a.q.new_empty((*a.q.shape[:3], v.codes.shape[3] + 2), dtype=torch.float32)
-    for number, codec in enumerate(plan.codecs):
-        places = k[plan.chunk_positions[number]]
-        out = attend_segment(_part(a, number), _kind(codec), places, segments, number, carried)
+    parts = list(_parts(a))
+    dim = a.states[1].codes.shape[3]
+    carried = a.q.new_empty((*a.q.shape[:3], dim + 2), dtype=torch.float32)
+    for number, (part, kind, places) in enumerate(parts):
+        out = attend_segment(part, kind, places, len(parts), number, carried)
     return out

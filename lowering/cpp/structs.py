@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
+from lowering.layouts import row_stride
 
 _CODES = {"int64_t": "q", "double": "d"}
 # The model's dtype is Scalar in C++.
@@ -19,8 +20,6 @@ _TYPES = {torch.int32: "int32_t", torch.int16: "int16_t", None: "Scalar"}
 # Numbers beside the tensors of a state: sequences, KV heads, tokens that there is room for, slots
 # of the window, and of the cosines and sines from one sequence to the next, and room for them.
 _SIZES = ("batch", "heads", "capacity", "ring", "cos_sin_batch", "cos_sin_capacity")
-
-
 # A C++ type, or a struct, and a name.
 Member = tuple["str | Struct", str]
 
@@ -72,7 +71,7 @@ def state_struct(name: str, plan: str, used_as: str = "") -> Struct:
     layout = parse_plan(plan).layout
     fields = layout.own if used_as else layout.fields
     pointers = tuple((_pointer(field), field.name) for field in fields)
-    return Struct(name, (*pointers, *(("int64_t", size) for size in _SIZES)), used_as)
+    return Struct(name, (*pointers, *_numbers(*_SIZES)), used_as)
 
 
 def state_numbers(state: Sequence[Tensor], plan: str) -> tuple[int, ...]:
@@ -82,7 +81,7 @@ def state_numbers(state: Sequence[Tensor], plan: str) -> tuple[int, ...]:
         ring = state[layout.names.index("window")].shape[2]
     if len(state) > len(layout.own):
         cos_sin = state[-1]
-        stride, room = cos_sin.stride(0) if len(cos_sin) > 1 else 0, cos_sin.shape[1]
+        stride, room = row_stride(cos_sin), cos_sin.shape[1]
     return (*(t.data_ptr() for t in state), *codes.shape[:3], ring, stride, room)
 
 
