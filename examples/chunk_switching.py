@@ -58,11 +58,6 @@ class Run:
     places: Tensor
 
     @property
-    def kind(self) -> str:
-        """See `lowering.cpp.attend.attend_segment`."""
-        return "exact" if len(self.tensors[0]) == 1 else "packed"
-
-    @property
     def nbytes(self) -> int:
         """Of keys and values."""
         return sum(t.nbytes for x in self.tensors for t in x)
@@ -103,10 +98,10 @@ def attend_in_order(q: Tensor, runs: Sequence[Run], ends: Tensor, scale: float) 
     carried = q.new_empty((*q.shape[:3], q.shape[3] + 2), dtype=torch.float32)
     for number, run in enumerate(runs):
         # Where tokens are packed, the exact window is never read.
-        window = [] if run.kind == "exact" else [q]
+        window = [q] if len(run.tensors[0]) > 1 else []
         keys, values = ([*x, *window, ends] for x in run.tensors)
         arguments = AttentionArguments(q, keys, values, None, scale, *run.plans)
-        out = attend_segment(arguments, run.kind, run.places, len(runs), number, carried)
+        out = attend_segment(arguments, run.places, len(runs), number, carried)
     return out
 
 

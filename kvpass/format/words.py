@@ -101,7 +101,7 @@ class Ternary(WordFormat):
     _DIGITS = 5
 
     def __init__(self) -> None:
-        super().__init__("Trits", 1.6, 2 * self._DIGITS)
+        super().__init__("Ternary", 1.6, 2 * self._DIGITS)
 
     def count(self, head_dim: int) -> int:
         """See `WordFormat.count`."""
@@ -136,7 +136,7 @@ class Pack11(WordFormat):
     """
 
     def __init__(self) -> None:
-        super().__init__("Elevens", 32 / 11, 11)
+        super().__init__("Pack11", 32 / 11, 11)
 
     def count(self, head_dim: int) -> int:
         """See `WordFormat.count`."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from kvpass.errors import KernelError
 from kvpass.format.parse import parse_plan
 from kvpass.format.rope import Rope
-from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, middles_of
-from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
-from lowering.cpp.structs import append_struct, state_numbers
+from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, midpoints_of
+from lowering.cpp.library import decline_compiler, load_function, tensor_source
+from lowering.cpp.structs import state_numbers, tensor_structs
 from lowering.layouts import decline_gaps, exact_tokens, row_stride
 
 _UNTURNED = (0,) * 8
@@ -39,15 +39,13 @@ def supports(
         decline_device(new)
         or decline_writing(plan, int(new.shape[3]))
         or decline_gaps(state, plan)
-        or decline_compiler(
-            "append", **tensor_parameters(plan, int(new.shape[3]), new.dtype, segments)
-        )
+        or decline_compiler("append", tensor_source(plan, int(new.shape[3]), new.dtype, segments))
     )
 
 
 @cache
 def _function(plan: str, dim: int, dtype: torch.dtype, segments: int) -> Callable[[bytes], int]:
-    return load_function("append", **tensor_parameters(plan, dim, dtype, segments))
+    return load_function("append", tensor_source(plan, dim, dtype, segments))
 
 
 @cache
@@ -86,11 +84,11 @@ def append(
         rows = rows.contiguous()
     codec = parse_plan(plan).codec
     room = _function(plan, dim, new.dtype, segments)(
-        append_struct(plan).pack(
+        tensor_structs(plan)["append"].pack(
             *state_numbers(state, plan),
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, torch.get_num_threads(), *_rotary_numbers(rows, rope),
-            address(clips_of(codec, heads, dim)), address(middles_of(codec)),
+            address(clips_of(codec, heads, dim)), address(midpoints_of(codec)),
         )
     )  # fmt: skip
     if room >= 0:

@@ -68,11 +68,6 @@ def _segment(state: State, plan: ChunkedPlan, number: int) -> list[Tensor]:
     return [*parts, *window, state.segment_ends]
 
 
-def _kind(codec: Codec) -> str:
-    """See attention.cpp.jinja."""
-    return "exact" if codec.identity else "packed"
-
-
 def supports_attention(*args: Any, **kwargs: Any) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention_chunks``, or None."""
     a = AttentionArguments(*args, **kwargs)
@@ -81,14 +76,14 @@ def supports_attention(*args: Any, **kwargs: Any) -> str | None:
     if reason := decline_gaps(a.keys, a.k_plan) or decline_gaps(a.values, a.v_plan):
         return reason
     pairs = zip(parse_plan(a.k_plan).codecs, parse_plan(a.v_plan).codecs, strict=True)
-    kinds = [{_kind(k), _kind(v)} for k, v in pairs]
-    if kinds != [*[{"packed"}] * (len(kinds) - 1), {"exact"}]:
+    exact = [{k.identity, v.identity} for k, v in pairs]
+    if exact != [*[{False}] * (len(exact) - 1), {True}]:
         return f"a level of {a.k_plan} and {a.v_plan} is stored as it is"
-    return next(filter(None, (decline(part, kind) for part, kind, _ in _parts(a))), None)
+    return next(filter(None, (decline(part, segment=True) for part, _ in _parts(a))), None)
 
 
-def _parts(a: AttentionArguments) -> Iterator[tuple[AttentionArguments, str, Tensor]]:
-    """For each segment alone: the arguments, its kind, and the positions of its tokens."""
+def _parts(a: AttentionArguments) -> Iterator[tuple[AttentionArguments, Tensor]]:
+    """For each segment alone: the arguments, and the positions of its tokens."""
     (k, k_plan), (v, v_plan) = chunked(a.keys, a.k_plan), chunked(a.values, a.v_plan)
     for number, (codec, other) in enumerate(zip(k_plan.codecs, v_plan.codecs, strict=True)):
         part = a._replace(
@@ -97,7 +92,7 @@ def _parts(a: AttentionArguments) -> Iterator[tuple[AttentionArguments, str, Ten
             k_plan=_plan(codec),
             v_plan=_plan(other),
         )
-        yield part, _kind(codec), k[k_plan.chunk_positions[number]]
+        yield part, k[k_plan.chunk_positions[number]]
 
 
 def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
@@ -110,6 +105,6 @@ def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     parts = list(_parts(a))
     dim = a.states[1].codes.shape[3]
     carried = a.q.new_empty((*a.q.shape[:3], dim + 2), dtype=torch.float32)
-    for number, (part, kind, places) in enumerate(parts):
-        out = attend_segment(part, kind, places, len(parts), number, carried)
+    for number, (part, positions) in enumerate(parts):
+        out = attend_segment(part, positions, len(parts), number, carried)
     return out

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import empty_state
-from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, middles_of
-from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
-from lowering.cpp.structs import pack_struct, state_numbers
+from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, midpoints_of
+from lowering.cpp.library import decline_compiler, load_function, tensor_source
+from lowering.cpp.structs import state_numbers, tensor_structs
 from lowering.layouts import unbounded
 
 
@@ -21,18 +21,18 @@ def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None
     return (
         decline_device(new)
         or decline_writing(plan, int(new.shape[3]))
-        or decline_compiler("pack", **_parameters(plan, int(new.shape[3]), new.dtype))
+        or decline_compiler("pack", _source(plan, int(new.shape[3]), new.dtype))
     )
 
 
-def _parameters(plan: str, dim: int, dtype: torch.dtype) -> dict[str, object]:
-    """Those of a plan that keeps all tokens: a first prompt has room for what is packed of it."""
-    return tensor_parameters(str(unbounded(parse_plan(plan))), dim, dtype)
+def _source(plan: str, dim: int, dtype: torch.dtype) -> str:
+    """That of a plan that keeps all tokens: a first prompt has room for what is packed of it."""
+    return tensor_source(str(unbounded(parse_plan(plan))), dim, dtype)
 
 
 @cache
 def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None]:
-    return load_function("pack", **_parameters(plan, dim, dtype))
+    return load_function("pack", _source(plan, dim, dtype))
 
 
 def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
@@ -47,11 +47,11 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     if new.stride(3) != 1:
         new = new.contiguous()
     _function(plan, dim, new.dtype)(
-        pack_struct(str(unbounded(p))).pack(
+        tensor_structs(str(unbounded(p)))["pack"].pack(
             *state_numbers(state.tensors, plan),
             new.data_ptr(), new.stride(0), new.stride(1), new.stride(2),
             count, packed, torch.get_num_threads(),
-            address(clips_of(p.codec, heads, dim)), address(middles_of(p.codec)),
+            address(clips_of(p.codec, heads, dim)), address(midpoints_of(p.codec)),
         )
     )  # fmt: skip
     return state.tensors

@@ -31,7 +31,7 @@ class Struct:
     Attributes:
         name: of the type.
         members: in their order.
-        used_as: the type that other structs have of it, if that has functions besides.
+        used_as: the type that other structs have of it, which adds functions.
     """
 
     name: str
@@ -51,10 +51,13 @@ class Struct:
         """The struct's bytes from its members; those of inner structs stand in their place."""
         return struct.Struct(self.format).pack
 
-    def __str__(self) -> str:
-        """Its declaration in C++."""
+    def declaration(self, *aliases: str, **constants: int) -> str:
+        """The struct in C++, with constants that kernels are made for."""
         kinds = [k.used_as or k.name if isinstance(k, Struct) else k for k, _ in self.members]
-        lines = [f"  {kind} {name};" for kind, (_, name) in zip(kinds, self.members, strict=True)]
+        members = [f"{kind} {name}" for kind, (_, name) in zip(kinds, self.members, strict=True)]
+        for name, value in constants.items():
+            members.append(f"static constexpr {type(value).__name__} {name} = {str(value).lower()}")
+        lines = (f"  {member};" for member in (*members, *aliases))
         check = f"static_assert(sizeof({self.name}) == {struct.calcsize(self.format)});"
         return "\n".join([f"struct {self.name} {{", *lines, "};", check])
 
@@ -65,13 +68,13 @@ def _pointer(field: Field) -> str:
 
 
 @cache
-def state_struct(name: str, plan: str, used_as: str = "") -> Struct:
-    """The tensors of a state with this printed plan, and its sizes; with ``used_as`` without what
-    all layers share."""
+def state_struct(name: str, plan: str, shared: bool = False) -> Struct:
+    """The tensors of a state with this printed plan, and its sizes; ``shared``: with those that all
+    layers share."""
     layout = parse_plan(plan).layout
-    fields = layout.own if used_as else layout.fields
+    fields = layout.fields if shared else layout.own
     pointers = tuple((_pointer(field), field.name) for field in fields)
-    return Struct(name, (*pointers, *_numbers(*_SIZES)), used_as)
+    return Struct(name, (*pointers, *_numbers(*_SIZES)), f"Cache<{name}>")
 
 
 def state_numbers(state: Sequence[Tensor], plan: str) -> tuple[int, ...]:
@@ -91,46 +94,40 @@ def _numbers(*names: str) -> tuple[Member, ...]:
 
 # Tokens [batch, heads, tokens, channels], whose last dimension is dense.
 TOKENS = Struct(
-    "TokensFields",
+    "NewTokens",
     (("const Scalar*", "data"), *_numbers("batch_stride", "head_stride", "token_stride")),
-    "Tokens",
+    "Tokens<NewTokens>",
 )
-# Cosines and sines of tokens, see _rotary.h.jinja.
+# Cosines and sines [batch, tokens, 2 * pairs] with a dense last dimension, see rotary.h; no pairs:
+# nothing is to be rotated. wide: they are float32, not of the tokens' type.
 ROTARY = Struct(
     "Rotary",
     (
-        ("const void*", "rows"),
+        ("const void*", "cos_sin"),
         *_numbers("batch_stride", "token_stride", "wide", "start", "pairs", "step", "distance"),
     ),
 )
-# What encoding needs besides: factors of clipping, and numbers halfway between levels, if any.
-_ENCODING = (("const float*", "clip"), ("const float*", "middles"))
+# What encoding needs besides: factors of clipping, and numbers halfway between those of a codebook,
+# if any.
+_ENCODING = (("const float*", "clip"), ("const float*", "midpoints"))
+
+
+def arguments_name(op: str) -> str:
+    """The name of the struct of an op's arguments."""
+    return f"{op.title()}Arguments"
 
 
 @cache
-def pack_struct(plan: str) -> Struct:
-    """The arguments of ``pack``."""
-    state = state_struct("StateFields", plan, "State")
-    sizes = _numbers("count", "packed", "threads")
-    return Struct("Arguments", ((state, "state"), (TOKENS, "tokens"), *sizes, *_ENCODING))
-
-
-@cache
-def append_struct(plan: str) -> Struct:
-    """The arguments of ``append``."""
-    state = state_struct("StateFields", plan, "State")
-    sizes = _numbers("count", "threads")
-    rotary: Member = (ROTARY, "rotary")
-    return Struct("Arguments", ((state, "state"), (TOKENS, "tokens"), *sizes, rotary, *_ENCODING))
-
-
-@cache
-def unpack_struct(plan: str) -> Struct:
-    """The arguments of ``unpack``."""
-    state = state_struct("StateFields", plan, "State")
-    return Struct(
-        "Arguments", ((state, "state"), ("Scalar*", "out"), *_numbers("tokens", "threads"))
-    )
+def tensor_structs(plan: str) -> dict[str, Struct]:
+    """The arguments of ``pack``, ``append`` and ``unpack``."""
+    state = (state_struct("State", plan), "state")
+    tokens = (TOKENS, "tokens")
+    members: dict[str, tuple[Member, ...]] = {
+        "pack": (state, tokens, *_numbers("count", "packed", "threads"), *_ENCODING),
+        "append": (state, tokens, *_numbers("count", "threads"), (ROTARY, "rotary"), *_ENCODING),
+        "unpack": (state, ("Scalar*", "out"), *_numbers("count", "threads")),
+    }
+    return {op: Struct(arguments_name(op), parts) for op, parts in members.items()}
 
 
 _SEGMENT = (
@@ -143,16 +140,19 @@ _SEGMENT = (
 @cache
 def attention_struct(k_plan: str, v_plan: str, segment: bool) -> Struct:
     """The arguments of ``attention``, of all tokens or of one segment. Strides count elements."""
-    states = (state_struct("KeyState", k_plan), "k"), (state_struct("ValueState", v_plan), "v")
+    states = (
+        (state_struct("KeyState", k_plan, shared=True), "k"),
+        (state_struct("ValueState", v_plan, shared=True), "v"),
+    )
     pointers = (
         ("const Scalar*", "query"), ("const void*", "mask"), ("const void*", "sinks"),
-        ("Scalar*", "out"), ("const float*", "k_levels"), ("const float*", "v_levels"),
+        ("Scalar*", "out"), ("const float*", "k_codebook"), ("const float*", "v_codebook"),
     )  # fmt: skip
     numbers = _numbers(
         "rows", "queries", "query_batch", "query_head", "query_token",
         "mask_kind", "mask_batch", "mask_head", "mask_query", "mask_token",
-        "sinks_kind", "causal", "window", "keep", "threads",
+        "sinks_kind", "causal", "window", "retained", "threads",
     )  # fmt: skip
     doubles = (("double", "scale"), ("double", "softcap"))
     more = _SEGMENT if segment else ()
-    return Struct("Arguments", (*states, *pointers, *numbers, *doubles, *more))
+    return Struct(arguments_name("attention"), (*states, *pointers, *numbers, *doubles, *more))

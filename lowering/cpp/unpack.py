@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lowering.cpp.constants import decline_device, decline_reading
-from lowering.cpp.library import decline_compiler, load_function, tensor_parameters
-from lowering.cpp.structs import state_numbers, unpack_struct
+from lowering.cpp.library import decline_compiler, load_function, tensor_source
+from lowering.cpp.structs import state_numbers, tensor_structs
 from lowering.layouts import decline_conversion, decline_gaps, exact_tokens
 
 
@@ -24,13 +24,13 @@ def supports(
         or decline_device(exact)
         or decline_reading(plan, int(exact.shape[3]))
         or decline_gaps(state, plan)
-        or decline_compiler("unpack", **tensor_parameters(plan, int(exact.shape[3]), dtype))
+        or decline_compiler("unpack", tensor_source(plan, int(exact.shape[3]), dtype))
     )
 
 
 @cache
 def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None]:
-    return load_function("unpack", **tensor_parameters(plan, dim, dtype))
+    return load_function("unpack", tensor_source(plan, dim, dtype))
 
 
 def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
@@ -39,7 +39,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     batch, heads, _, dim = exact.shape
     out = exact.new_empty((batch, heads, tokens, dim))
     _function(plan, dim, dtype)(
-        unpack_struct(plan).pack(
+        tensor_structs(plan)["unpack"].pack(
             *state_numbers(state, plan), out.data_ptr(), tokens, torch.get_num_threads()
         )
     )

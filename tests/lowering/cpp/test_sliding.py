@@ -12,7 +12,7 @@ from kvpass.ops.append import append as reference_append
 from kvpass.ops.pack import pack as reference_pack
 from kvpass.ops.unpack import unpack as reference_unpack
 from lowering.cpp import append, attention, pack, unpack
-from lowering.cpp.library import tensor_parameters
+from lowering.cpp.library import tensor_source
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
@@ -129,7 +129,7 @@ def test_bf16():
 def test_kernels_do_not_depend_on_how_many_tokens_are_kept_or_have_room():
     plan = kivi(2)[0]
     made = [
-        tensor_parameters(plan + kept, 64, torch.float32)
+        tensor_source(plan + kept, 64, torch.float32)
         for kept in ("/keep=5", "/keep=600", "/keep=8/room=9")
     ]
     assert made[0] == made[1] == made[2]

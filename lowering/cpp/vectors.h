@@ -1,4 +1,5 @@
-// Vectors of LANES 32-bit numbers in the compiler's own vector types, and the model's dtype.
+// Vectors of LANES 32-bit numbers in the compiler's own vector types.
+#pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -6,19 +7,23 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-{% if lanes > 4 %}
-#if defined(__AVX2__)
+#ifndef KVPASS_LANES
+#define KVPASS_LANES 8
+#endif
+#if KVPASS_LANES > 4 && defined(__AVX2__)
 #include <immintrin.h>
 #endif
-{% endif %}
 
 namespace {
 
-constexpr int LANES = {{ lanes }};
+constexpr int LANES = KVPASS_LANES;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Words __attribute__((vector_size(2 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// Stands for a member that a kernel does not need.
+struct Nothing {};
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -44,14 +49,12 @@ template <class Vector, int COUNT, class Element> inline Vector load(const Eleme
     Vector x;
     std::memcpy(&x, p, sizeof x);
     return x;
-{% if lanes == 16 %}
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if KVPASS_LANES == 16 && defined(__AVX512BW__) && defined(__AVX512VL__)
   } else if constexpr (sizeof(Element) == 2) {
     return (Vector)_mm256_maskz_loadu_epi16((__mmask16)((1u << COUNT) - 1), p);
   } else if constexpr (sizeof(Element) == 4) {
     return (Vector)_mm512_maskz_loadu_epi32((__mmask16)((1u << COUNT) - 1), p);
 #endif
-{% endif %}
   } else {
     Vector x{};
     std::memcpy(&x, p, COUNT * sizeof(Element));
@@ -59,16 +62,12 @@ template <class Vector, int COUNT, class Element> inline Vector load(const Eleme
   }
 }
 
-// The first count < LANES elements at p; the other lanes are zero and their memory is not read.
-template <class Vector, class Element> inline Vector load_some(const Element* p, int count) {
+// The first count <= LANES elements at p; the other lanes are zero and their memory is not read.
+template <class Vector, class Element> inline Vector load_up_to(const Element* p, int count) {
+  if (count >= LANES) return load<Vector, LANES>(p);
   Vector x{};
   std::memcpy(&x, p, count * sizeof(Element));
   return x;
-}
-
-// The same for count <= LANES.
-template <class Vector, class Element> inline Vector load_up_to(const Element* p, int count) {
-  return count < LANES ? load_some<Vector>(p, count) : load<Vector, LANES>(p);
 }
 
 template <int COUNT, class Vector, class Element> inline void store(Element* p, Vector x) {
@@ -76,31 +75,25 @@ template <int COUNT, class Vector, class Element> inline void store(Element* p, 
 }
 
 // 16-bit words as numbers of 32 bits. Some compilers make five instructions of the plain form.
-inline Ints widen(Words x) {
-{% if lanes == 16 %}
-#if defined(__AVX512F__)
+inline Ints widen(Shorts x) {
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
   return (Ints)_mm512_cvtepu16_epi32((__m256i)x);
-#endif
-{% elif lanes == 8 %}
-#if defined(__AVX2__)
+#elif KVPASS_LANES == 8 && defined(__AVX2__)
   return (Ints)_mm256_cvtepu16_epi32((__m128i)x);
-#endif
-{% endif %}
+#else
   return __builtin_convertvector(x, Ints);
+#endif
 }
 
 // (x & mask) | bits, in one instruction that leaves mask and bits in their registers.
 inline Ints pick(Ints x, Ints mask, Ints bits) {
-{% if lanes == 16 %}
-#if defined(__AVX512F__)
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
   return (Ints)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)mask, (__m512i)bits, 0xea);
-#endif
-{% elif lanes == 8 %}
-#if defined(__AVX512VL__)
+#elif KVPASS_LANES == 8 && defined(__AVX512VL__)
   return (Ints)_mm256_ternarylogic_epi32((__m256i)x, (__m256i)mask, (__m256i)bits, 0xea);
-#endif
-{% endif %}
+#else
   return (x & mask) | bits;
+#endif
 }
 
 inline Floats select(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
@@ -127,85 +120,21 @@ template <int N = LANES / 2, class Join> inline float join_lanes(Floats x, const
   return x[0];
 }
 
+inline float sum(Floats x) {
+  return join_lanes(x, [](Floats a, Floats b) { return a + b; });
+}
+
 // The lanes in which a comparison holds, as bits.
 inline uint32_t bits_of_lanes(Ints holds) {
-{% if lanes == 16 %}
-#if defined(__AVX512DQ__)
+#if KVPASS_LANES == 16 && defined(__AVX512DQ__)
   return _mm512_movepi32_mask((__m512i)holds);
-#endif
-{% elif lanes == 8 %}
-#if defined(__AVX2__)
+#elif KVPASS_LANES == 8 && defined(__AVX2__)
   return _mm256_movemask_ps((__m256)holds);
-#endif
-{% endif %}
+#else
   uint32_t bits = 0;
   for (int i = 0; i < LANES; i++) bits |= (uint32_t)(holds[i] & 1) << i;
   return bits;
-}
-
-// IEEE half precision, given in the low 16 bits of every lane; the high bits are ignored.
-inline Floats widen_half(Ints x) {
-{% if lanes == 16 %}
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x));
 #endif
-{% elif lanes == 8 %}
-#if defined(__AVX2__) && defined(__F16C__)
-  const __m256i low = (__m256i)(x & 0xffff);
-  return (Floats)_mm256_cvtph_ps(
-      _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
-#endif
-{% endif %}
-  const Ints sign = (x & 0x8000) << 16, magnitude = x & 0x7fff;
-  Ints normal = (magnitude << 13) + (112 << 23);
-  normal += (magnitude >= 0x7c00) & (112 << 23);
-  // Subnormal numbers: the difference of two normal ones is exact, even where denormals are flushed.
-  const Floats small = (Floats)((magnitude << 13) + (113 << 23)) - 6.103515625e-05f;
-  return (Floats)((Ints)select(magnitude < 0x400, small, (Floats)normal) | sign);
-}
-
-inline float widen_half(uint16_t x) { return widen_half(Ints{} + (int32_t)x)[0]; }
-
-// To half precision, half to even.
-inline uint16_t narrow_half(float value) {
-  uint32_t x = bits_of<uint32_t>(value);
-  const uint32_t sign = x >> 16 & 0x8000;
-  x &= 0x7fffffff;
-  if (x > 0x7f800000) return sign | 0x7e00;
-  if (x >= 0x47800000) return sign | 0x7c00;
-  // The sum's last place is the step of subnormal halves.
-  if (x < 0x38800000) return sign | (bits_of<uint32_t>(bits_of<float>(x) + 0.5f) - 0x3f000000);
-  return sign | ((x + 0xc8000fff + (x >> 13 & 1)) >> 13);
-}
-
-{% if dtype == "float32" %}
-typedef float Scalar;
-template <int COUNT> inline Floats load_scalars(const Scalar* p) { return load<Floats, COUNT>(p); }
-template <int COUNT> inline void store_scalars(Scalar* p, Floats x) { store<COUNT>(p, x); }
-{% elif dtype == "bfloat16" %}
-typedef uint16_t Scalar;
-template <int COUNT> inline Floats load_scalars(const Scalar* p) {
-  return (Floats)(widen(load<Words, COUNT>(p)) << 16);
-}
-template <int COUNT> inline void store_scalars(Scalar* p, Floats x) {
-  const Ints raw = (Ints)x;
-  const Ints even = (raw + 0x7fff + ((raw >> 16) & 1)) >> 16;
-  const Ints rounded = (Ints)select(x == x, (Floats)even, (Floats)(Ints{} + 0x7fc0));
-  store<COUNT>(p, __builtin_convertvector(rounded, Words));
-}
-{% else %}
-typedef uint16_t Scalar;
-template <int COUNT> inline Floats load_scalars(const Scalar* p) {
-  return widen_half(widen(load<Words, COUNT>(p)));
-}
-template <int COUNT> inline void store_scalars(Scalar* p, Floats x) {
-  for (int i = 0; i < std::min(COUNT, LANES); i++) p[i] = narrow_half(x[i]);
-}
-{% endif %}
-
-template <int COUNT, class Number> inline Floats load_numbers(const Number* p) {
-  if constexpr (std::is_same_v<Number, float>) return load<Floats, COUNT>(p);
-  else return load_scalars<COUNT>(p);
 }
 
 template <int N> using Constant = std::integral_constant<int, N>;

@@ -1,46 +1,59 @@
-// Many query rows: a block of tokens is decoded once for all of them, then multiplied as matrices
-// are. Included by attention.cpp.jinja, inside its namespace.
+// Attention of many query rows: a block of tokens is decoded once for all of them, then multiplied as
+// matrices are.
+#pragma once
+#include "block.h"
+#include "functions.h"
 
-// Query rows of a panel, which lie side by side: they are the lanes of its vectors.
-constexpr int VECTORS = 2, ROWS = VECTORS * LANES;
-// Vectors that are summed at once; they stay in registers.
-constexpr int SUMMED = {{ sums * 3 // 2 }};
-static_assert(BLOCK % SUMMED == 0);
+namespace {
 
-// The weighted sums of some query rows over some tokens.
-struct Panel {
-  alignas(64) float query[K_DIM][ROWS];
-  alignas(64) float out[V_DIM][ROWS];
+// The weighted sums of some query rows over some tokens. Rows lie side by side: they are the lanes of
+// vectors.
+template <class A> struct WidePanel {
+  using K = typename A::K;
+  using V = typename A::V;
+  static constexpr int ROWS = 2 * LANES;
+  // Tokens of a pass.
+  static constexpr int BLOCK = 96;
+  // Vectors that are summed at once; they stay in registers.
+  static constexpr int SUMMED = A::SUMS * 3 / 2;
+  static_assert(BLOCK % SUMMED == 0);
+
+  alignas(64) float query[K::DIM][ROWS];
+  alignas(64) float out[V::DIM][ROWS];
   alignas(64) float tops[ROWS], totals[ROWS];
-  Bounds seen[ROWS];
+  Bounds bounds[ROWS];
 
   float top(int r) const { return tops[r]; }
   float total(int r) const { return totals[r]; }
+  const Bounds& seen(int r) const { return bounds[r]; }
   void add_values(int r, float factor, float* result) const {
-    for (int d = 0; d < V_DIM; d++) result[d] += factor * out[d][r];
+    for (int d = 0; d < V::DIM; d++) result[d] += factor * out[d][r];
   }
 };
 
 // Decoded tokens, and scores, then weights, of a panel for them.
-struct Block {
-  alignas(64) float keys[BLOCK * K_STRIDE];
-  alignas(64) float values[BLOCK * V_STRIDE];
-  alignas(64) float scores[BLOCK][ROWS];
+template <class A> struct WideBlock {
+  static constexpr int SIZE = WidePanel<A>::BLOCK, ROWS = WidePanel<A>::ROWS;
+
+  alignas(64) float keys[SIZE * STRIDE<typename A::K>];
+  alignas(64) float values[SIZE * STRIDE<typename A::V>];
+  alignas(64) float scores[SIZE][ROWS];
 };
 
-void start_panel(const Pair& pair, int64_t first, Panel& panel) {
-  alignas(64) float query[K_PADDED];
-  for (int r = 0; r < ROWS; r++) {
+template <class A> void start_panel(const Pair<A>& pair, int64_t first, WidePanel<A>& panel) {
+  constexpr int DIM = A::K::DIM;
+  alignas(64) float query[round_up(DIM, LANES)];
+  for (int r = 0; r < WidePanel<A>::ROWS; r++) {
     panel.tops[r] = -INFINITE;
-    panel.seen[r] = pair.bounds(first + r);
+    panel.bounds[r] = pair.bounds(first + r);
     if (first + r >= pair.a.rows) continue;
     pair.read_query(first + r, query);
-    for (int d = 0; d < K_DIM; d++) panel.query[d][r] = query[d];
+    for (int d = 0; d < DIM; d++) panel.query[d][r] = query[d];
   }
 }
 
 // sums[i] += the sum over j < depth of left[i * I + j * J] * right[j], for COUNT rows of USED vectors.
-template <int COUNT, int USED, int I, int J, bool ADDS>
+template <int COUNT, int USED, int I, int J, bool ADDS, int ROWS>
 inline void multiply(const float* left, const float (*right)[ROWS], int depth, float (*sums)[ROWS]) {
   Floats out[COUNT][USED]{};
   for (int j = 0; j < depth; j++, left += J, right++) {
@@ -60,7 +73,8 @@ inline void multiply(const float* left, const float (*right)[ROWS], int depth, f
 }
 
 // Scores become weights; what the rows have summed so far is scaled to their new maxima.
-void softmax(float (*scores)[ROWS], int count, int at, Panel& panel) {
+template <class A, int ROWS>
+void softmax(float (*scores)[ROWS], int count, int at, WidePanel<A>& panel) {
   const Floats before = load<Floats, LANES>(panel.tops + at);
   Floats top = before, total{};
   for (int t = 0; t < count; t++) top = maximum(top, load<Floats, LANES>(scores[t] + at));
@@ -78,53 +92,54 @@ void softmax(float (*scores)[ROWS], int count, int at, Panel& panel) {
   for (float* out : panel.out) store<LANES>(out + at, load<Floats, LANES>(out + at) * shrink);
 }
 
-// Cap, mask and bounds of the scores of row r of the panel.
-void finish_scores(const Pair& pair, int64_t start, int count, int64_t row, const Bounds& seen,
+// Mask and bounds of the scores of a query row, STEP numbers apart.
+template <int STEP, class A>
+void finish_scores(const Pair<A>& pair, int64_t start, int count, int64_t row, const Bounds& seen,
                    float* scores) {
   const int gone = pair.gone(start, count);
   if (pair.a.mask_kind && row < pair.a.rows)
     pair.with_mask(row, start + gone, [&](const auto& at) {
-      for (int t = gone; t < count; t++) scores[t * ROWS] += at(t - gone);
+      for (int t = gone; t < count; t++) scores[t * STEP] += at(t - gone);
     });
   const int first = std::clamp<int64_t>(seen.first - start, 0, count);
-  for (int t = 0; t < first; t++) scores[t * ROWS] = -INFINITE;
+  for (int t = 0; t < first; t++) scores[t * STEP] = -INFINITE;
   for (int t = std::clamp<int64_t>(seen.end - start, 0, count); t < count; t++)
-    scores[t * ROWS] = -INFINITE;
+    scores[t * STEP] = -INFINITE;
 }
 
 // USED: vectors that hold rows.
-template <int USED>
-void attend_panel(
-    const Pair& pair, int64_t start, int count, int64_t first_row, Block& block, Panel& panel) {
-  constexpr int COUNT = SUMMED / USED;
+template <int USED, class A>
+void attend_panel(const Pair<A>& pair, int64_t start, int count, int64_t first_row,
+                  WideBlock<A>& block, WidePanel<A>& panel) {
+  using K = typename A::K;
+  using V = typename A::V;
+  constexpr int COUNT = WidePanel<A>::SUMMED / USED, ROWS = WidePanel<A>::ROWS;
   // Behind `count` there may be anything, which is not looked at.
   for (int t = 0; t < count; t += COUNT)
-    multiply<COUNT, USED, K_STRIDE, 1, false>(
-        block.keys + t * K_STRIDE, panel.query, K_DIM, block.scores + t);
+    multiply<COUNT, USED, STRIDE<K>, 1, false>(
+        block.keys + t * STRIDE<K>, panel.query, K::DIM, block.scores + t);
   if (pair.a.softcap > 0) cap_scores(block.scores[0], count * ROWS, pair.a.softcap);
   for (int r = 0; r < USED * LANES; r++)
-    finish_scores(pair, start, count, first_row + r, panel.seen[r], block.scores[0] + r);
+    finish_scores<ROWS>(pair, start, count, first_row + r, panel.seen(r), block.scores[0] + r);
   each<0, USED>([&](auto u) { softmax(block.scores, count, u * LANES, panel); });
   const int gone = pair.gone(start, count);
-  const float* values = block.values + gone * V_STRIDE;
+  const float* values = block.values + gone * STRIDE<V>;
   int d = 0;
-  for (; d + COUNT <= V_DIM; d += COUNT)
-    multiply<COUNT, USED, 1, V_STRIDE, true>(
+  for (; d + COUNT <= V::DIM; d += COUNT)
+    multiply<COUNT, USED, 1, STRIDE<V>, true>(
         values + d, block.scores + gone, count - gone, panel.out + d);
-  if constexpr (V_DIM % COUNT)
-    multiply<V_DIM % COUNT, USED, 1, V_STRIDE, true>(
+  if constexpr (V::DIM % COUNT > 0)
+    multiply<V::DIM % COUNT, USED, 1, STRIDE<V>, true>(
         values + d, block.scores + gone, count - gone, panel.out + d);
 }
 
-// Lets all panels attend to the tokens start ... start + count.
-void attend_block(const Pair& pair, int64_t start, int count, Panel* panels) {
-  Block block;
+// Lets the panels that see one of the tokens start ... start + count attend to them.
+template <class A>
+void attend_block(const Pair<A>& pair, int64_t start, int count, WidePanel<A>* panels) {
+  WideBlock<A> block;
   bool decoded = false;
-  for (int64_t row = 0; row < pair.a.rows; row += ROWS, panels++) {
-    bool seen = false;
-    for (int r = 0; r < ROWS && !seen; r++)
-      seen = pair.sees(start, count, row + r, panels->seen[r]);
-    if (!seen) continue;
+  for (int64_t row = 0; row < pair.a.rows; row += WidePanel<A>::ROWS, panels++) {
+    if (!pair.one_sees(start, count, row, *panels)) continue;
     if (!decoded) {
       decode_keys(pair, start, count, block.keys);
       decode_values(pair, start, count, block.values);
@@ -134,3 +149,5 @@ void attend_block(const Pair& pair, int64_t start, int count, Panel* panels) {
     else attend_panel<1>(pair, start, count, row, block, *panels);
   }
 }
+
+}  // namespace

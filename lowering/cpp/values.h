@@ -1,16 +1,21 @@
-// Weighted sums of a block of values: included by _few.h.jinja, inside its namespace.
+// Weighted sums of a block of values, for a few query rows.
+#pragma once
+#include "panel.h"
+
+namespace {
 
 // Vectors of values that are summed at once for all rows of a panel; they stay in registers.
-constexpr int SUMMED = std::max(1, {{ sums }} / ROWS);
+template <class A> constexpr int SUMMED = std::max(1, A::SUMS / A::ROWS);
 
 // Adds exact values, STRIDE numbers apart, with the weights of tokens first ... of the block.
-template <int STRIDE, class Number>
-void exact_values(const Number* values, int first, int count, const Block& block, Panel& panel) {
-  Row* rows = panel.rows;
-  each<0, round_up(V_PADDED / LANES, SUMMED) / SUMMED>([&](auto part) {
-    constexpr int FROM = part * SUMMED * LANES;
-    constexpr int SIZE = std::min(V_DIM - FROM, SUMMED * LANES);
-    Floats out[SUMMED][ROWS];
+template <int STRIDE, class A, class Number>
+void exact_values(
+    const Number* values, int first, int count, const Block<A>& block, Panel<A>& panel) {
+  constexpr int ROWS = A::ROWS, DIM = A::V::DIM, STEP = SUMMED<A> * LANES;
+  auto* rows = panel.rows;
+  each<0, round_up(DIM, STEP) / STEP>([&](auto part) {
+    constexpr int FROM = part * STEP, SIZE = std::min(DIM - FROM, STEP);
+    Floats out[SUMMED<A>][ROWS];
     each_vector<SIZE>([&](auto at, auto) {
       each<0, ROWS>([&](auto r) {
         out[at / LANES][r] = load<Floats, LANES>(rows[r].exact + FROM + at);
@@ -30,39 +35,42 @@ void exact_values(const Number* values, int first, int count, const Block& block
     });
   });
 }
-{% if v_direct %}
 
 // The scales of `count` slots from `slot` on go into the weights of tokens first ... of the block;
 // minima are summed apart, for all channels of a group at once.
-void scale_weights(
-    const {{ v.param }}* params, int64_t capacity, int64_t slot, int first, int count, Block& block) {
-  for (int g = 0; g < Values::GROUPS; g++) {
+template <class A>
+void scale_weights(const Pair<A>& pair, int64_t slot, int first, int count, Block<A>& block) {
+  using V = typename A::V;
+  constexpr int ROWS = A::ROWS;
+  const V& v = pair.a.v;
+  for (int g = 0; g < V::Code::GROUPS; g++) {
     Floats base[ROWS]{};
     for (int t = 0; t < count; t += LANES) {
-      const {{ v.param }}* place = params + g * capacity + slot + t;
-      const Ints param = load_up_to<Ints>(place, std::min(count - t, LANES));
-      __builtin_prefetch(place + BLOCK);
-      const Floats scale = {{ v.widen }}(param), low = {{ v.widen }}(param >> {{ v.param_bits }});
-{% if v.sliding %}
-      const Ints known = lane_numbers() < count - t;
-{% endif %}
+      const auto* place = v.qparams_of(pair.pair) + g * v.capacity + slot + t;
+      const Affine affine = load_affine<typename V::Number>(place, std::min(count - t, LANES));
+      __builtin_prefetch(place + Block<A>::SIZE);
       for (int r = 0; r < ROWS; r++) {
-        // The weights of tokens behind count belong to exact values{{ ", or to none" if v.sliding }}.
-        const Floats weights = load<Floats, LANES>(block.scores[r] + first + t);
-        const Floats weight = {{ "select(known, weights, Floats{})" if v.sliding else "weights" }}, scaled = weight * scale;
-        base[r] += weight * low;
-        store<LANES>(block.weights[r][g] + first + t, scaled);
+        // The weights of tokens behind count belong to exact values, or, where slots are used again,
+        // to none.
+        Floats weight = load<Floats, LANES>(block.scores[r] + first + t);
+        if constexpr (V::SLIDING) weight = select(lane_numbers() < count - t, weight, Floats{});
+        base[r] += weight * affine.minimum;
+        store<LANES>(block.weights.of[r][g] + first + t, weight * affine.scale);
       }
     }
-    for (int r = 0; r < ROWS; r++) block.base[r][g] = sum(base[r]);
+    for (int r = 0; r < ROWS; r++) block.weights.base[r][g] = sum(base[r]);
   }
 }
 
 // Adds packed values in `count` slots from `slot` on, for tokens first ... of the block.
+template <class A>
 void packed_values(
-    const uint16_t* codes, int64_t slot, int first, int count, const Block& block, Panel& panel) {
-  using Codes = Values::Codes;
-  constexpr int PLANES = std::min(SUMMED, Codes::DEPTH);
+    const uint16_t* codes, int64_t slot, int first, int count, const Block<A>& block,
+    Panel<A>& panel) {
+  using Values = typename A::V::Code;
+  using Codes = typename Values::Codes;
+  constexpr int ROWS = A::ROWS, BLOCK = Block<A>::SIZE;
+  constexpr int PLANES = std::min(SUMMED<A>, Codes::DEPTH);
   constexpr int PARTS = Codes::CHAINS * round_up(Codes::DEPTH, PLANES) / PLANES;
   each_vector<Values::WIDTH>([&](auto at, auto width) {
     each<0, PARTS>([&](auto part) {
@@ -75,9 +83,9 @@ void packed_values(
       constexpr int SHARES = round_up(Values::WIDTH, LANES) / LANES * PARTS;
       constexpr int SHARE = at / LANES * PARTS + part;
       const uint16_t* ahead = values + (BLOCK * SHARES + SHARE * count) * Values::WORDS / SHARES;
-      const auto& weights = block.weights;
+      const auto& weights = block.weights.of;
       for (int t = 0, place = first; t < count; t++, place++, values += Values::WORDS) {
-        Values::prefetch<SHARES>(ahead + t * Values::WORDS / SHARES);
+        Values::template prefetch<SHARES>(ahead + t * Values::WORDS / SHARES);
         Codes words;
         words.template start<CHAIN, STEP, at, width>(values, Values::WIDTH);
         each<0, HERE>([&](auto j) {
@@ -94,8 +102,8 @@ void packed_values(
         constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
         using Span = typename Values::template Span<PLANE, at>;
         each<0, ROWS>([&](auto r) {
-          const Floats base = spread<Span>([&](int group) { return block.base[r][group]; });
-          float* total = panel.rows[r].packed + PLANE * Values::PADDED + at;
+          const Floats base = spread<Span>([&](int g) { return block.weights.base[r][g]; });
+          float* total = panel.rows[r].packed.of + PLANE * Values::PADDED + at;
           const Floats added = base + out[j][r] * unit<Codes>(PLANE);
           store<LANES>(total, load<Floats, LANES>(total) + added);
         });
@@ -103,4 +111,5 @@ void packed_values(
     });
   });
 }
-{% endif %}
+
+}  // namespace

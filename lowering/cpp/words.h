@@ -1,4 +1,6 @@
-// Where the codes of a token lie in its words: see kvpass/format/words.py.
+// How codes lie in 16-bit words: see kvpass/format/words.py.
+#pragma once
+#include "vectors.h"
 
 namespace {
 
@@ -7,8 +9,8 @@ template <int AT, int SIZE, int... I>
 inline Ints load_words(const uint16_t* token, std::integer_sequence<int, I...>) {
   // The words before them are read as well: a vector put together in memory would be waited for.
   constexpr int BACK = LANES - SIZE;
-  if constexpr (BACK == 0 || AT < BACK) return widen(load<Words, SIZE>(token + AT));
-  const Ints words = widen(load<Words, LANES>(token + AT - BACK));
+  if constexpr (BACK == 0 || AT < BACK) return widen(load<Shorts, SIZE>(token + AT));
+  const Ints words = widen(load<Shorts, LANES>(token + AT - BACK));
   return SHUFFLE(words, words, ((I + BACK) % LANES));
 }
 template <int AT, int SIZE> inline Ints load_words(const uint16_t* token) {
@@ -65,7 +67,7 @@ struct ThreeBits {
 };
 
 // Words of the low and of the high halves of 32 bits: ten codes of 3 bits, then one of 2.
-struct Elevens {
+struct Pack11 {
   static constexpr int COUNT = 11, CHAINS = 1, DEPTH = COUNT, PARTS = 2;
   static constexpr int width(int dim) { return (dim + COUNT - 1) / COUNT; }
   static constexpr int plane(int, int step) { return step; }
@@ -95,7 +97,7 @@ struct Elevens {
 constexpr int power_of_3(int n) { return n ? 3 * power_of_3(n - 1) : 1; }
 
 // Five base-3 digits in each byte of a word.
-struct Trits {
+struct Ternary {
   static constexpr int COUNT = 10, CHAINS = 2, DEPTH = 5, PARTS = 1;
   static constexpr int width(int dim) { return (dim + COUNT - 1) / COUNT; }
   static constexpr int plane(int chain, int step) { return chain * DEPTH + DEPTH - 1 - step; }
@@ -130,80 +132,5 @@ template <int PLANE, class Codes> inline Floats shifted_code(const Codes& codes)
 }
 // What that number is to be multiplied by.
 template <class Codes> constexpr float unit(int plane) { return 1.0f / (1 << Codes::shift(plane)); }
-
-// Channel j * WIDTH + i is the i-th of plane j. Arrays in plane order pad every plane to whole
-// vectors: it stands at j * PADDED + i.
-// A group of channels is RUN of every PERIOD channels.
-template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
-  using Codes = Codes_;
-  static constexpr int DIM = DIM_, GROUPS = PERIOD / RUN, COUNT = Codes::COUNT;
-  static constexpr int WIDTH = Codes::width(DIM), WORDS = Codes::PARTS * WIDTH;
-  static constexpr int PADDED = round_up(WIDTH, LANES), SIZE = COUNT * PADDED;
-
-  // Channels in the vector of a plane from `at` on: the last plane may not be full.
-  static constexpr int channels(int plane, int at) {
-    return std::clamp(DIM - plane * WIDTH - at, 0, std::min(LANES, WIDTH - at));
-  }
-
-  // Asks for a line of a cache for every 64 bytes of a token, or of one of equal shares of it.
-  template <int SHARES = 1> static void prefetch(const uint16_t* token) {
-    for (int i = 0; i * SHARES < WORDS; i += 64 / sizeof *token) __builtin_prefetch(token + i);
-  }
-
-  static constexpr int group(int channel) { return std::min(channel % PERIOD / RUN, GROUPS - 1); }
-
-  // The groups of such a vector's first and last channel; border(g): its channels before group g.
-  template <int PLANE, int AT> struct Span {
-    static constexpr int CHANNEL = (PLANE * WIDTH + AT) % PERIOD;
-    static constexpr int COUNT = std::max(1, channels(PLANE, AT));
-    static constexpr int FIRST = group(CHANNEL), LAST = group(CHANNEL + COUNT - 1);
-    static_assert(FIRST <= LAST);
-    static constexpr int border(int group) { return group * RUN - CHANNEL; }
-  };
-
-  // Where such a vector stands in the order in which chains are read.
-  static constexpr int place(int at, int chain, int step) {
-    return at / LANES * COUNT + chain * Codes::DEPTH + step;
-  }
-  // Calls body(plane, at, place) for all of them in that order.
-  template <class Body> static inline void each_place(const Body& body) {
-    each_vector<WIDTH>([&](auto at, auto) {
-      each<0, COUNT>([&](auto i) {
-        constexpr int CHAIN = i / Codes::DEPTH, STEP = i % Codes::DEPTH;
-        body(Constant<Codes::plane(CHAIN, STEP)>{}, at, Constant<place(at, CHAIN, STEP)>{});
-      });
-    });
-  }
-
-  // Calls body(first, end) for the longest runs of a chain's steps whose channels share a group, or
-  // a step whose channels have two.
-  template <int AT, int CHAIN, int FIRST = 0, class Body>
-  static inline void each_run(const Body& body) {
-    if constexpr (FIRST < Codes::DEPTH) {
-      constexpr int END = run_end<AT, CHAIN, FIRST, FIRST + 1>();
-      body(Constant<FIRST>{}, Constant<END>{});
-      each_run<AT, CHAIN, END>(body);
-    }
-  }
-  template <int AT, int CHAIN, int FIRST, int END> static constexpr int run_end() {
-    if constexpr (END < Codes::DEPTH) {
-      using One = Span<Codes::plane(CHAIN, FIRST), AT>;
-      using Next = Span<Codes::plane(CHAIN, END), AT>;
-      if constexpr (One::FIRST == Next::LAST && One::LAST == Next::FIRST)
-        return run_end<AT, CHAIN, FIRST, END + 1>();
-    }
-    return END;
-  }
-};
-
-// One number per group, for the channels of a vector.
-template <class Span, class Number> inline Floats spread(const Number& of_group) {
-  Floats x = all(of_group(Span::FIRST));
-  each<Span::FIRST + 1, Span::LAST + 1>([&](auto group) {
-    constexpr int BORDER = Span::border(group);
-    x = select(lane_numbers() < BORDER, x, all(of_group(group)));
-  });
-  return x;
-}
 
 }  // namespace

@@ -1,0 +1,110 @@
+// Blocks of tokens, decoded.
+#pragma once
+#include "decode.h"
+#include "pair.h"
+
+namespace {
+
+// Tokens a power of two apart would share few places of the processor's cache.
+template <class X> constexpr int STRIDE = round_up(X::DIM, 16) + 16;
+
+// Puts the outliers of `count` tokens, COUNT of each and of all heads, into those of one head.
+template <int COUNT, int DIM, int STRIDE>
+void put_outliers(const int32_t* outliers, int count, int head, float* out) {
+  // Behind the last lane: nothing, which goes behind the last channel.
+  static_assert(STRIDE > DIM);
+  alignas(64) float values[LANES + 1]{};
+  alignas(64) int32_t channels[LANES + 1]{};
+  channels[LANES] = DIM;
+  for (int t = 0; t < count; t++, outliers += COUNT, out += STRIDE)
+    each_vector<COUNT>([&](auto at, auto width) {
+      const Ints outlier = load<Ints, width>(outliers + at), channel = (outlier & 0xffff) - head * DIM;
+      const Ints here = (channel >= 0) & (channel < DIM) & (lane_numbers() < (int)width);
+      uint32_t bits = bits_of_lanes(here);
+      store<LANES>(values, Float16::widen(outlier >> 16));
+      store<LANES>(channels, channel);
+      const auto put = [&] {
+        const int i = __builtin_ctz(bits | 1u << LANES);
+        out[channels[i]] = values[i];
+        bits &= bits - 1;
+      };
+      // Hardly a head has more of them: without a branch that depends on how many it has.
+      each<0, std::min<int>(width, LANES < 16 ? 2 : 3)>([&](auto) { put(); });
+      while (bits) put();
+    });
+}
+
+// Rotates one key: its first HALF channels with its last ones, or channels side by side.
+template <bool HALVES, int HALF, class Scalar> inline void rotate_key(const Scalar* row, float* key) {
+  if constexpr (HALVES) {
+    each_vector<HALF>([&](auto at, auto width) {
+      const Floats cos = load_numbers<width>(row + at), sin = load_numbers<width>(row + HALF + at);
+      const Floats a = load<Floats, width>(key + at), b = load<Floats, width>(key + HALF + at);
+      store<width>(key + at, a * cos - b * sin);
+      store<width>(key + HALF + at, b * cos + a * sin);
+    });
+  } else {
+    alignas(64) float cos[round_up(HALF, LANES)], sin[round_up(HALF, LANES)];
+    each_vector<HALF>([&](auto at, auto width) {
+      store<LANES>(cos + at, load_numbers<width>(row + at));
+      store<LANES>(sin + at, load_numbers<width>(row + HALF + at));
+    });
+    for (int i = 0; i < HALF; i++) {
+      const float a = key[2 * i], b = key[2 * i + 1];
+      key[2 * i] = a * cos[i] - b * sin[i];
+      key[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+  }
+}
+
+// Rotates the keys of tokens from `start` on.
+template <class A> void rotate_keys(const Pair<A>& pair, int64_t start, int count, float* keys) {
+  using K = typename A::K;
+  constexpr int HALF = K::ROPE_CHANNELS / 2;
+  const auto& k = pair.a.k;
+  for (int t = 0; t < count; t++) {
+    const int64_t slot = (start + t) % k.cos_sin_capacity;
+    const auto* row = k.cos_sin + pair.batch * k.cos_sin_batch + slot * (2 * HALF);
+    rotate_key<K::ROPE_HALVES, HALF>(row, keys + t * STRIDE<K> + K::ROPE_START);
+  }
+}
+
+// What each_run_of calls to write tokens to out, STRIDE<X> numbers apart.
+template <class A, class X>
+auto decode_packed(const Pair<A>& pair, const X& x, const float* codebook, float* out) {
+  return [&x, &pair, codebook, out](int64_t slot, int first, int n) {
+    float* place = out + first * STRIDE<X>;
+    if constexpr (X::PACKED) decode<STRIDE<X>>(x, pair.pair, slot, n, codebook, place);
+    if constexpr (X::OUTLIERS > 0)
+      put_outliers<X::OUTLIERS, X::DIM, STRIDE<X>>(
+          x.outliers + (pair.batch * x.capacity + slot) * X::OUTLIERS, n, pair.pair % x.heads, place);
+  };
+}
+template <class X> auto copy_exact(float* out) {
+  return [out](auto* tokens, int first, int n) {
+    float* place = out + first * STRIDE<X>;
+    for (int t = 0; t < n; t++, tokens += X::DIM, place += STRIDE<X>)
+      each_vector<X::DIM>([&](auto at, auto width) {
+        store<width>(place + at, load_numbers<width>(tokens + at));
+      });
+  };
+}
+
+// Tokens start ... start + count go to out.
+template <class A> void decode_keys(const Pair<A>& pair, int64_t start, int count, float* out) {
+  using K = typename A::K;
+  const auto& a = pair.a;
+  pair.each_key_run(
+      start, count, decode_packed(pair, a.k, a.k_codebook, out), copy_exact<K>(out));
+  if constexpr (K::ROPE_CHANNELS > 0) {
+    const int gone = pair.gone(start, count);
+    rotate_keys(pair, start + gone, count - gone, out + gone * STRIDE<K>);
+  }
+}
+template <class A> void decode_values(const Pair<A>& pair, int64_t start, int count, float* out) {
+  const auto& a = pair.a;
+  pair.each_value_run(
+      start, count, decode_packed(pair, a.v, a.v_codebook, out), copy_exact<typename A::V>(out));
+}
+
+}  // namespace

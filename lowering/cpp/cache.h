@@ -1,0 +1,84 @@
+// Where a cache tensor keeps its tokens.
+//
+// A kernel is made for one plan: a generated struct holds the tensors of its state and their sizes,
+// and, as constants, what the plan says (lowering/cpp/constants.py). These headers are templates over
+// it.
+#pragma once
+#include "numbers.h"
+#include "planes.h"
+
+namespace {
+
+template <class State> struct Cache : State {
+  using Number = typename State::Number;
+  using Element = typename State::Element;
+  using Pair = typename Number::Pair;
+  using Code = Planes<typename State::Words, State::DIM, State::RUN, State::PERIOD>;
+  static constexpr int DIM = State::DIM;
+  // Codes are read as they lie in their words; others are decoded, a block of tokens at a time.
+  static constexpr bool DIRECT = State::PACKED && !State::DEQUANT_FIRST;
+  // The first tokens are stored as they are and have no slots among the packed ones.
+  static constexpr int64_t SINKS = State::SINKS;
+  // Tokens that can only be encoded together.
+  static constexpr int TOKEN_GROUP = State::BY_TOKEN || !State::GROUP ? 1 : State::GROUP;
+  // Of one sequence: of the sinks, if there are any, of packed tokens, of all.
+  static constexpr int ENDS = State::PACKED ? State::SINKS ? 3 : 2 : State::SEGMENTS;
+
+  int32_t& end(int64_t batch) const { return this->segment_ends[batch * ENDS + ENDS - 1]; }
+  int64_t packed_end(int64_t batch) const {
+    return State::PACKED ? this->segment_ends[batch * ENDS + ENDS - 2] : 0;
+  }
+  // Writes the ends of all sequences.
+  void set_ends(int64_t sinks, int64_t packed, int64_t all) const {
+    for (int64_t b = 0; b < this->batch; b++) {
+      if (State::SINKS) this->segment_ends[b * ENDS] = sinks;
+      if (State::PACKED) this->segment_ends[b * ENDS + ENDS - 2] = packed;
+      end(b) = all;
+    }
+  }
+
+  // The slot of a packed token.
+  int64_t slot_of(int64_t token) const {
+    return State::SLIDING ? token % this->capacity : token - SINKS;
+  }
+  uint16_t* codes_of(int64_t pair) const {
+    return this->codes + pair * this->capacity * Code::WORDS;
+  }
+  // Where groups span several heads, they share what is stored of a group of tokens.
+  Pair* qparams_of(int64_t pair) const {
+    if constexpr (State::BY_TOKEN)
+      return this->qparams + pair / State::HEADS_PER_GROUP * this->capacity * Code::GROUPS;
+    else return this->qparams + pair * (State::GROUP ? this->capacity / TOKEN_GROUP : 1) * DIM;
+  }
+
+  // Slots of the ring of tokens that are stored as they are; 0: they lie one after the other.
+  int64_t exact_ring() const {
+    if constexpr (!State::PACKED) return State::SLIDING ? this->capacity : 0;
+    else return State::RATIO_DIVISOR ? this->ring : State::RING;
+  }
+  // The token in a slot among those.
+  Element* exact_slot(int64_t pair, int64_t slot) const {
+    if constexpr (State::PACKED) return this->window + (pair * exact_ring() + slot) * DIM;
+    else return this->codes + (pair * this->capacity + slot) * DIM;
+  }
+  Element* exact(int64_t pair, int64_t token) const {
+    return exact_slot(pair, exact_ring() ? token % exact_ring() : token);
+  }
+  Element* sink(int64_t pair, int64_t token) const {
+    return this->sinks + (pair * SINKS + token) * DIM;
+  }
+};
+
+// Tokens [batch, heads, tokens, channels] with a dense last dimension. Strides count elements.
+template <class Fields> struct Tokens : Fields {
+  auto row(int64_t pair, int64_t heads, int64_t token) const {
+    return this->data + pair / heads * this->batch_stride + pair % heads * this->head_stride +
+           token * this->token_stride;
+  }
+};
+
+template <class Scalar> inline void copy_token(Scalar* to, const Scalar* from, int dim) {
+  std::memcpy(to, from, dim * sizeof(Scalar));
+}
+
+}  // namespace

@@ -1,0 +1,112 @@
+// Encoding of tokens exactly as kvpass/format/quantize.py does: same words, same scales and minima.
+#pragma once
+#include "cache.h"
+
+namespace {
+
+// Scale and minimum of every channel of a token, as they are stored.
+template <class X> struct Scales {
+  alignas(64) float scale[round_up(X::DIM, LANES)]{}, minimum[round_up(X::DIM, LANES)]{};
+};
+
+// Sets the scale and minimum of one group from its extremes and returns them as stored.
+template <class X>
+inline auto set_scale(float low, float high, float factor, float& scale, float& minimum) {
+  scale = (high - low) * factor / X::MAX_CODE;
+  minimum = low * factor;
+  return round_pair<typename X::Number>(scale, minimum);
+}
+
+// Groups are channels of one token. clip: what the ends of each group are multiplied by.
+template <class X>
+inline void set_token_scales(
+    const X& state, int64_t pair, int64_t slot, const typename X::Element* token, const float* clip,
+    Scales<X>& scales) {
+  alignas(64) float x[round_up(X::DIM, LANES)];
+  each_vector<X::DIM>([&](auto at, auto width) {
+    store<LANES>(x + at, load_numbers<width>(token + at));
+  });
+  auto* qparams = state.qparams_of(pair);
+  for (int g = 0; g < X::DIM / X::GROUP; g++) {
+    float* const run = x + g * X::RUN;
+    auto [low, high] = std::minmax_element(run, run + X::RUN);
+    if constexpr (X::PERIOD < X::DIM) {
+      float* const other = run + X::PERIOD;
+      const auto [other_low, other_high] = std::minmax_element(other, other + X::RUN);
+      low = *other_low < *low ? other_low : low;
+      high = *high < *other_high ? other_high : high;
+    }
+    float scale, minimum;
+    qparams[g * state.capacity + slot] =
+        set_scale<X>(*low, *high, X::CLIPPED ? clip[g] : 1.0f, scale, minimum);
+    for (int at = g * X::RUN; at < X::DIM; at += X::PERIOD) {
+      std::fill_n(scales.scale + at, X::RUN, scale);
+      std::fill_n(scales.minimum + at, X::RUN, minimum);
+    }
+  }
+}
+
+// Groups are tokens of one channel. clip: what the ends of all groups are multiplied by.
+template <class X, class Row>
+inline void set_channel_scales(
+    const X& state, int64_t pair, int64_t slot, const Row& row, const float* clip,
+    Scales<X>& scales) {
+  auto* qparams = state.qparams_of(pair) + slot / X::GROUP * X::DIM;
+  each_vector<X::DIM>([&](auto at, auto width) {
+    Floats low = load_numbers<width>(row(0) + at), high = low;
+    for (int t = 1; t < X::GROUP; t++) {
+      const Floats x = load_numbers<width>(row(t) + at);
+      low = minimum(low, x);
+      high = maximum(high, x);
+    }
+    for (int i = 0; i < width; i++)
+      qparams[at + i] = set_scale<X>(
+          low[i], high[i], X::CLIPPED ? *clip : 1.0f, scales.scale[at + i], scales.minimum[at + i]);
+  });
+}
+
+// The codes of COUNT channels from CHANNEL on.
+template <int CHANNEL, int COUNT, class X>
+inline Ints codes_of(const typename X::Element* row, const Scales<X>& scales) {
+  const Floats x = load_numbers<COUNT>(row + CHANNEL);
+  const Floats scale = load<Floats, COUNT>(scales.scale + CHANNEL);
+  const Floats low = load<Floats, COUNT>(scales.minimum + CHANNEL);
+  const Floats steps = minimum(maximum((x - low) / scale, Floats{}), all(X::MAX_CODE));
+  // Adding 2^23 rounds half to even and leaves the code in the low bits.
+  return (Ints)(steps + 8388608.0f) & 255 & (scale > Floats{});
+}
+
+// Encodes tokens first ... stop of one (batch, head); row(t) points to the channels of token t.
+template <class X, class Row>
+void encode(
+    const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row, const float* clip) {
+  using Code = typename X::Code;
+  if constexpr (X::CLIPPED && X::BY_TOKEN) clip += pair % state.heads * (X::DIM / X::GROUP);
+  Scales<X> scales;
+  for (int64_t start = first; start < stop; start += X::TOKEN_GROUP) {
+    const int64_t slot = state.slot_of(start);
+    if constexpr (X::BY_TOKEN) set_token_scales(state, pair, slot, row(start), clip, scales);
+    else
+      set_channel_scales(state, pair, slot, [&](int t) { return row(start + t); }, clip, scales);
+    for (int t = 0; t < X::TOKEN_GROUP; t++) {
+      const auto* token = row(start + t);
+      put_words<Code>(
+          [&](auto channel, auto count) { return codes_of<channel, count>(token, scales); },
+          state.codes_of(pair) + (slot + t) * Code::WORDS);
+    }
+  }
+}
+
+// Stores tokens first ... stop as they are, among the sinks or in the ring of one (batch, head).
+template <class X, class Row>
+void keep_sinks(const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row) {
+  if constexpr (X::SINKS > 0)
+    for (int64_t t = first; t < stop; t++) copy_token(state.sink(pair, t), row(t), X::DIM);
+}
+template <class X, class Row>
+void keep(const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row) {
+  for (int64_t t = first; t < stop; t++)
+    std::memmove(state.exact(pair, t), row(t), X::DIM * sizeof(typename X::Element));
+}
+
+}  // namespace

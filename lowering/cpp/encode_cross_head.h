@@ -1,0 +1,166 @@
+// Encoding of tokens whose heads belong together: static ranges and codebooks, outliers, groups of
+// several heads. As kvpass/format/quantize.py does, but for the order of outliers.
+#pragma once
+#include "encode.h"
+
+namespace {
+
+// The two numbers that are stored of a range, rounded.
+template <class X> inline auto set_range(float low, float high, float& scale, float& minimum) {
+  scale = X::CODEBOOK ? (high - low) / 2 : (high - low) / X::MAX_CODE;
+  minimum = X::CODEBOOK ? (high + low) / 2 : low;
+  return round_pair<typename X::Number>(scale, minimum);
+}
+
+// The ends of the range that these two stand for.
+template <class X> inline std::pair<float, float> range_of(float scale, float minimum) {
+  if constexpr (X::CODEBOOK) return {minimum - scale, minimum + scale};
+  else return {minimum, minimum + scale * X::MAX_CODE};
+}
+
+// The codes of count numbers.
+template <class X>
+inline void nearest(
+    const float* x, int count, const float* scales, const float* minima, int stride,
+    const float* midpoints, int32_t* codes) {
+  for (int i = 0; i < count; i++) {
+    const float scale = scales[i * stride], normal = (x[i] - minima[i * stride]) / scale;
+    if constexpr (X::CODEBOOK) {
+      int32_t code = 0;
+      for (int j = 0; j < X::MAX_CODE; j++) code += midpoints[j] < normal;
+      codes[i] = code;
+    } else {
+      // Adding 2^23 rounds half to even and leaves the code in the low bits.
+      const float steps =
+          normal > 0 ? std::min<float>(normal, X::MAX_CODE) + 8388608.0f : 8388608.0f;
+      codes[i] = scale > 0 ? bits_of<int32_t>(steps) & 255 : 0;
+    }
+  }
+}
+
+inline uint32_t outlier(const float* x, int place) {
+  return (uint32_t)saturated<Float16>(x[place]) << 16 | place;
+}
+
+// What encoding one token needs; memory is kept for the next.
+struct Scratch {
+  std::vector<float> x, keys;
+  std::vector<int32_t> codes, places;
+};
+
+// The extremes of SIZE numbers. Once one of them is no number, they stay so.
+template <int SIZE> inline std::pair<float, float> extremes(const float* x) {
+  float low = x[0], high = x[0];
+  for (int i = 1; i < SIZE; i++) {
+    low = x[i] < low || x[i] != x[i] ? x[i] : low;
+    high = x[i] > high || x[i] != x[i] ? x[i] : high;
+  }
+  return {low, high};
+}
+
+// The same without COUNT outliers, half of them at each end, which go to slots.
+template <int SIZE, int COUNT>
+inline std::pair<float, float> inner_extremes(const float* x, Scratch& scratch, uint32_t* slots) {
+  auto& [_, keys, codes, places] = scratch;
+  constexpr int HALF = COUNT / 2;
+  // What is no number counts as largest.
+  for (int i = 0; i < SIZE; i++) {
+    keys[i] = x[i] == x[i] ? x[i] : INFINITE;
+    places.push_back(i);
+  }
+  const auto below = [&keys = keys](int a, int b) { return keys[a] < keys[b]; };
+  std::nth_element(places.begin(), places.begin() + HALF, places.end(), below);
+  const float low = x[places[HALF]];
+  std::nth_element(places.begin() + HALF, places.end() - HALF - 1, places.end(), below);
+  const float high = x[places[SIZE - HALF - 1]];
+  for (int i = 0; i < HALF; i++) {
+    slots[i] = outlier(x, places[i]);
+    slots[HALF + i] = outlier(x, places[SIZE - HALF + i]);
+  }
+  return {low, high};
+}
+
+// Groups are channels of a token, of several heads.
+template <class X>
+inline void encode_groups(
+    const X& state, int64_t batch, int64_t slot, const float* midpoints, Scratch& scratch,
+    uint32_t* slots) {
+  constexpr int SIZE = X::HEADS_PER_GROUP * X::DIM;
+  for (int g = 0; g < state.heads / X::HEADS_PER_GROUP; g++) {
+    const float* part = &scratch.x[g * SIZE];
+    std::pair<float, float> range;
+    if constexpr (X::OUTLIERS > 0) range = inner_extremes<SIZE, X::OUTLIERS>(part, scratch, slots);
+    else range = extremes<SIZE>(part);
+    float scale, minimum;
+    state.qparams_of(batch * state.heads + g * X::HEADS_PER_GROUP)[slot] =
+        set_range<X>(range.first, range.second, scale, minimum);
+    nearest<X>(part, SIZE, &scale, &minimum, 0, midpoints, &scratch.codes[g * SIZE]);
+  }
+}
+
+// Every channel has a static range. Outliers are what lies farthest beyond these.
+template <class X>
+inline void encode_channels(
+    const X& state, int64_t batch, const float* midpoints, Scratch& scratch, uint32_t* slots) {
+  auto& [x, keys, codes, places] = scratch;
+  alignas(64) float scales[round_up(X::DIM, LANES)], minima[round_up(X::DIM, LANES)];
+  for (int h = 0; h < state.heads; h++) {
+    const auto* qparams = state.qparams_of(batch * state.heads + h);
+    each_vector<X::DIM>([&](auto at, auto width) {
+      const Affine affine = load_affine<typename X::Number, width>(qparams + at);
+      store<LANES>(scales + at, affine.scale);
+      store<LANES>(minima + at, affine.minimum);
+    });
+    const float* part = &x[h * X::DIM];
+    nearest<X>(part, X::DIM, scales, minima, 1, midpoints, &codes[h * X::DIM]);
+    for (int d = 0; X::OUTLIERS > 0 && d < X::DIM; d++) {
+      const auto [low, high] = range_of<X>(scales[d], minima[d]);
+      const float excess = std::max(low - part[d], part[d] - high);
+      // What is no number is beyond any range.
+      if (excess <= 0) continue;
+      keys[h * X::DIM + d] = part[d] == part[d] ? excess : INFINITE;
+      places.push_back(h * X::DIM + d);
+    }
+  }
+  const int found = std::min<int>(places.size(), X::OUTLIERS);
+  if (found < (int)places.size())
+    std::nth_element(
+        places.begin(), places.begin() + found, places.end(),
+        [&keys = keys](int a, int b) { return keys[a] > keys[b]; });
+  for (int i = 0; i < X::OUTLIERS; i++)
+    slots[i] = i < found ? outlier(x.data(), places[i]) : 0xffff;
+}
+
+// Encodes a token of sequence `batch` into `slot`; row(head) points to its channels.
+template <class X, class Row>
+void encode_token(
+    const X& state, int64_t batch, int64_t slot, const Row& row, const float* midpoints) {
+  using Code = typename X::Code;
+  const int heads = state.heads, count = heads * X::DIM;
+  static thread_local Scratch scratch;
+  auto& [x, keys, codes, places] = scratch;
+  x.resize(count + LANES);
+  codes.resize(count + LANES);
+  for (int h = 0; h < heads; h++) {
+    const auto* token = row(h);
+    each_vector<X::DIM>([&](auto at, auto width) {
+      store<width>(&scratch.x[h * X::DIM + at], load_numbers<width>(token + at));
+    });
+  }
+  uint32_t* slots = nullptr;
+  if constexpr (X::OUTLIERS > 0) {
+    slots = (uint32_t*)state.outliers + (batch * state.capacity + slot) * X::OUTLIERS;
+    keys.resize(count);
+    places.clear();
+  }
+  if constexpr (X::BY_TOKEN) encode_groups(state, batch, slot, midpoints, scratch, slots);
+  else encode_channels(state, batch, midpoints, scratch, slots);
+  for (int h = 0; h < heads; h++)
+    put_words<Code>(
+        [&](auto channel, auto lanes) {
+          return load<Ints, lanes>(&scratch.codes[h * X::DIM + channel]);
+        },
+        state.codes_of(batch * heads + h) + slot * Code::WORDS);
+}
+
+}  // namespace

@@ -1,0 +1,98 @@
+// Where the channels of a token lie in its words, and the groups of channels with one scale.
+#pragma once
+#include "words.h"
+
+namespace {
+
+// Channel j * WIDTH + i is the i-th of plane j. Arrays in plane order pad every plane to whole
+// vectors: it stands at j * PADDED + i.
+// A group of channels is RUN of every PERIOD channels.
+template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
+  using Codes = Codes_;
+  static constexpr int DIM = DIM_, GROUPS = PERIOD / RUN, COUNT = Codes::COUNT;
+  static constexpr int WIDTH = Codes::width(DIM), WORDS = Codes::PARTS * WIDTH;
+  static constexpr int PADDED = round_up(WIDTH, LANES), SIZE = COUNT * PADDED;
+
+  // Channels in the vector of a plane from `at` on: the last plane may not be full.
+  static constexpr int channels(int plane, int at) {
+    return std::clamp(DIM - plane * WIDTH - at, 0, std::min(LANES, WIDTH - at));
+  }
+
+  // Asks for a line of a cache for every 64 bytes of a token, or of one of equal shares of it.
+  template <int SHARES = 1> static void prefetch(const uint16_t* token) {
+    for (int i = 0; i * SHARES < WORDS; i += 64 / sizeof *token) __builtin_prefetch(token + i);
+  }
+
+  static constexpr int group(int channel) { return std::min(channel % PERIOD / RUN, GROUPS - 1); }
+
+  // The groups of such a vector's first and last channel; border(g): its channels before group g.
+  template <int PLANE, int AT> struct Span {
+    static constexpr int CHANNEL = (PLANE * WIDTH + AT) % PERIOD;
+    static constexpr int COUNT = std::max(1, channels(PLANE, AT));
+    static constexpr int FIRST = group(CHANNEL), LAST = group(CHANNEL + COUNT - 1);
+    static_assert(FIRST <= LAST);
+    static constexpr int border(int group) { return group * RUN - CHANNEL; }
+  };
+
+  // Where such a vector stands in the order in which chains are read.
+  static constexpr int place(int at, int chain, int step) {
+    return at / LANES * COUNT + chain * Codes::DEPTH + step;
+  }
+  // Calls body(plane, at, place) for all of them in that order.
+  template <class Body> static inline void each_place(const Body& body) {
+    each_vector<WIDTH>([&](auto at, auto) {
+      each<0, COUNT>([&](auto i) {
+        constexpr int CHAIN = i / Codes::DEPTH, STEP = i % Codes::DEPTH;
+        body(Constant<Codes::plane(CHAIN, STEP)>{}, at, Constant<place(at, CHAIN, STEP)>{});
+      });
+    });
+  }
+
+  // Calls body(first, end) for the longest runs of a chain's steps whose channels share a group, or
+  // a step whose channels have two.
+  template <int AT, int CHAIN, int FIRST = 0, class Body>
+  static inline void each_run(const Body& body) {
+    if constexpr (FIRST < Codes::DEPTH) {
+      constexpr int END = run_end<AT, CHAIN, FIRST, FIRST + 1>();
+      body(Constant<FIRST>{}, Constant<END>{});
+      each_run<AT, CHAIN, END>(body);
+    }
+  }
+  template <int AT, int CHAIN, int FIRST, int END> static constexpr int run_end() {
+    if constexpr (END < Codes::DEPTH) {
+      using One = Span<Codes::plane(CHAIN, FIRST), AT>;
+      using Next = Span<Codes::plane(CHAIN, END), AT>;
+      if constexpr (One::FIRST == Next::LAST && One::LAST == Next::FIRST)
+        return run_end<AT, CHAIN, FIRST, END + 1>();
+    }
+    return END;
+  }
+};
+
+// One number per group, for the channels of a vector.
+template <class Span, class Number> inline Floats spread(const Number& of_group) {
+  Floats x = all(of_group(Span::FIRST));
+  each<Span::FIRST + 1, Span::LAST + 1>([&](auto group) {
+    constexpr int BORDER = Span::border(group);
+    x = select(lane_numbers() < BORDER, x, all(of_group(group)));
+  });
+  return x;
+}
+
+// Writes a token's words; codes(channel, count) are those of a vector of channels.
+template <class Code, class Codes> inline void put_words(const Codes& codes, uint16_t* words) {
+  using Format = typename Code::Codes;
+  each_vector<Code::WIDTH>([&](auto at, auto width) {
+    Ints parts[Format::PARTS]{};
+    each<0, Code::COUNT>([&](auto plane) {
+      constexpr int CHANNEL = plane * Code::WIDTH + at, COUNT = Code::channels(plane, at);
+      if constexpr (COUNT > 0)
+        Format::template put<plane>(parts, codes(Constant<CHANNEL>{}, Constant<COUNT>{}));
+    });
+    each<0, Format::PARTS>([&](auto part) {
+      store<width>(words + part * Code::WIDTH + at, __builtin_convertvector(parts[part], Shorts));
+    });
+  });
+}
+
+}  // namespace

@@ -1,0 +1,226 @@
+// Scores of a block of tokens, for a few query rows.
+#pragma once
+#include "panel.h"
+
+namespace {
+
+// Lane i of every four: the sum of two neighbours, of a for i < 2, else of b.
+template <int... I> inline Floats add_pairs(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0))) +
+         SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0) + 1));
+}
+// Lanes with a zero bit DISTANCE: the sum of that lane of a and the one DISTANCE on; else of b.
+template <int DISTANCE, int... I>
+inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return SHUFFLE(a, b, (I & DISTANCE ? LANES + I : I)) +
+         SHUFFLE(a, b, (I & DISTANCE ? LANES + I - DISTANCE : I + DISTANCE));
+}
+
+// Lane i is the sum of x[i]. Indices of register arrays are compile-time constants throughout:
+// otherwise compilers keep such arrays in memory.
+template <int N = LANES / 2> inline Floats lane_sums(Floats (&x)[LANES]) {
+  constexpr auto LANE = std::make_integer_sequence<int, LANES>{};
+  if constexpr (N >= LANES / 4) {
+    each<0, N>([&](auto i) { x[i] = add_pairs(x[2 * i], x[2 * i + 1], LANE); });
+  } else {
+    // Lanes 4 * i ... 4 * i + 3 of every vector are parts of four sums.
+    each<0, N>([&](auto i) { x[i] = fold<4 * N>(x[i], x[i + N], LANE); });
+  }
+  if constexpr (N > 1) return lane_sums<N / 2>(x);
+  return x[0];
+}
+
+template <class A> inline void put_scores(Floats scores, int token, Block<A>& block) {
+  constexpr int TOKENS = Panel<A>::TOKENS;
+  for (int r = 0; r < A::ROWS; r++)
+    std::memcpy(&block.scores[r][token], (const float*)&scores + r * TOKENS, 4 * TOKENS);
+}
+
+// Scores of exact keys, STRIDE numbers apart, for tokens first ... of the block.
+template <int STRIDE, class A, class Number>
+void exact_scores(const Number* keys, int first, int count, const Panel<A>& panel, Block<A>& block) {
+  constexpr int ROWS = A::ROWS, TOKENS = Panel<A>::TOKENS;
+  for (int t = 0; t < count; t += TOKENS) {
+    Floats sums[LANES]{};
+    each_vector<A::K::DIM>([&](auto at, auto width) {
+      Floats q[ROWS];
+      each<0, ROWS>([&](auto r) { q[r] = load<Floats, LANES>(panel.rows[r].query + at); });
+      each<0, TOKENS>([&](auto u) {
+        const int64_t token = std::min<int>(t + u, count - 1);
+        const Floats x = load_numbers<width>(keys + token * STRIDE + at);
+        each<0, ROWS>([&](auto r) { sums[r * TOKENS + u] += x * q[r]; });
+      });
+    });
+    put_scores(lane_sums(sums), first + t, block);
+  }
+}
+
+template <class A> void arrange_query(Panel<A>& panel) {
+  using K = typename A::K;
+  using Keys = typename K::Code;
+  constexpr int TOKENS = Panel<A>::TOKENS;
+  each<0, A::ROWS>([&](auto r) {
+    const float* query = panel.rows[r].query;
+    Keys::each_place([&](auto plane, auto at, auto place) {
+      constexpr int CHANNEL = plane * Keys::WIDTH + at;
+      const Floats q = load<Floats, Keys::channels(plane, at)>(query + CHANNEL);
+      store<LANES>(panel.query.vectors[r] + place * LANES, q * unit<typename Keys::Codes>(plane));
+    });
+    if constexpr (K::BY_TOKEN) {
+      float sums[Keys::GROUPS]{};
+      for (int d = 0; d < K::DIM; d++) sums[Keys::group(d)] += query[d];
+      for (int g = 0; g < Keys::GROUPS; g++)
+        for (int u = 0; u < TOKENS; u++) panel.sums.of[g][r * TOKENS + u] = sums[g];
+    }
+  });
+}
+
+// Scales and minima of the tokens of a block.
+template <class A> struct BlockScales {
+  static constexpr int GROUPS = A::K::Code::GROUPS, SIZE = Panel<A>::BLOCK;
+
+  alignas(64) float scales[GROUPS][SIZE], minima[GROUPS][SIZE];
+};
+
+// Scores of TOKENS tokens: lane r * TOKENS + u is row r's for token u. Tokens behind `count` repeat
+// the last one. scale(group, token): what codes are multiplied by; where one scale is for all
+// channels, that is left to the caller.
+template <class A, class Scale>
+inline Floats code_sums(
+    const uint16_t* codes, int count, const Query<A>& query, const Scale& scale_of) {
+  using K = typename A::K;
+  using Keys = typename K::Code;
+  using Codes = typename Keys::Codes;
+  constexpr int ROWS = A::ROWS, TOKENS = Panel<A>::TOKENS;
+  constexpr bool SCALED = K::BY_TOKEN && Keys::GROUPS > 1;
+  Floats sums[LANES];
+  each<0, LANES>([&](auto i) {
+    if constexpr (K::BY_TOKEN) sums[i] = Floats{};
+    else sums[i] = query.offset[i / TOKENS];
+  });
+  each_vector<Keys::WIDTH>([&](auto at, auto width) {
+    each<0, Codes::CHAINS>([&](auto chain) {
+      // Words of more tokens would not fit into registers beside the sums.
+      constexpr int HELD = std::min(TOKENS, LANES / 2);
+      each<0, TOKENS / HELD>([&](auto part) {
+        Codes words[HELD];
+        each<0, HELD>([&](auto u) {
+          const int token = std::min<int>(part * HELD + u, count - 1);
+          const uint16_t* key = codes + token * Keys::WORDS;
+          words[u].template start<chain, 0, at, width>(key, Keys::WIDTH);
+          if constexpr (chain == 0 && at == 0)
+            Keys::prefetch(key + Panel<A>::BLOCK * Keys::WORDS);
+        });
+        Keys::template each_run<at, chain>([&](auto first, auto end) {
+          using Span = typename Keys::template Span<Codes::plane(chain, first), at>;
+          Floats scale[HELD];
+          if constexpr (SCALED)
+            each<0, HELD>([&](auto u) {
+              scale[u] = spread<Span>([&](int group) { return scale_of(group, part * HELD + u); });
+            });
+          each<first, end>([&](auto step) {
+            constexpr int PLANE = Codes::plane(chain, step), PLACE = Keys::place(at, chain, step);
+            Floats q[ROWS];
+            each<0, ROWS>([&](auto r) {
+              q[r] = load<Floats, LANES>(query.vectors[r] + PLACE * LANES);
+            });
+            each<0, HELD>([&](auto u) {
+              Floats code = shifted_code<PLANE>(words[u]);
+              if constexpr (SCALED) code *= scale[u];
+              words[u].next();
+              each<0, ROWS>([&](auto r) { sums[r * TOKENS + part * HELD + u] += code * q[r]; });
+            });
+          });
+        });
+      });
+    });
+  });
+  return lane_sums(sums);
+}
+
+// TOKENS numbers for every row.
+template <int TOKENS, int... I>
+inline Floats repeat(const float* numbers, std::integer_sequence<int, I...>) {
+  const Floats x = load<Floats, TOKENS>(numbers);
+  return SHUFFLE(x, x, (I % TOKENS));
+}
+template <int TOKENS> inline Floats repeat(const float* numbers) {
+  return repeat<TOKENS>(numbers, std::make_integer_sequence<int, LANES>{});
+}
+
+// Scores of packed keys in `count` slots from `slot` on, for tokens first ... of the block: groups
+// are channels of one token.
+// Flattened: compilers would make calls of parts of it, which take 3 to 8% of its time.
+template <class A>
+__attribute__((flatten)) void token_scores(
+    const Pair<A>& pair, int64_t slot, int first, int count, const Panel<A>& panel,
+    Block<A>& block) {
+  using K = typename A::K;
+  using Keys = typename K::Code;
+  constexpr int TOKENS = Panel<A>::TOKENS;
+  const K& k = pair.a.k;
+  BlockScales<A> known;
+  for (int g = 0; g < Keys::GROUPS; g++)
+    for (int t = 0; t < count; t += LANES) {
+      const auto* place = k.qparams_of(pair.pair) + g * k.capacity + slot + t;
+      const Affine affine = load_affine<typename K::Number>(place, std::min(count - t, LANES));
+      __builtin_prefetch(place + Panel<A>::BLOCK);
+      store<LANES>(known.scales[g] + t, affine.scale);
+      store<LANES>(known.minima[g] + t, affine.minimum);
+    }
+  for (int t = 0; t < count; t += TOKENS) {
+    const uint16_t* words = k.codes_of(pair.pair) + (slot + t) * Keys::WORDS;
+    const auto scale_of = [&](int group, int u) { return known.scales[group][t + u]; };
+    Floats sums = code_sums(words, count - t, panel.query, scale_of);
+    if constexpr (Keys::GROUPS == 1) sums *= repeat<TOKENS>(known.scales[0] + t);
+    for (int g = 0; g < Keys::GROUPS; g++)
+      sums += panel.sums.of[g] * repeat<TOKENS>(known.minima[g] + t);
+    put_scores(sums, first + t, block);
+  }
+}
+
+// Query rows whose codes have the scales and minima of a group of tokens.
+template <class A>
+inline Query<A> scaled_query(const typename A::K::Pair* qparams, const Query<A>& query) {
+  using K = typename A::K;
+  using Keys = typename K::Code;
+  constexpr int ROWS = A::ROWS;
+  Query<A> result;
+  Floats offset[ROWS]{};
+  Keys::each_place([&](auto plane, auto at, auto place) {
+    constexpr int FIRST = plane * Keys::WIDTH + at;
+    const auto [scale, minimum] =
+        load_affine<typename K::Number, Keys::channels(plane, at)>(qparams + FIRST);
+    if constexpr (FIRST * sizeof(*qparams) % 64 == 0) __builtin_prefetch(qparams + FIRST + K::DIM);
+    const Floats low = minimum * (1 / unit<typename Keys::Codes>(plane)), step = scale;
+    each<0, ROWS>([&](auto r) {
+      const Floats q = load<Floats, LANES>(query.vectors[r] + place * LANES);
+      offset[r] += q * low;
+      store<LANES>(result.vectors[r] + place * LANES, q * step);
+    });
+  });
+  each<0, ROWS>([&](auto r) { result.offset[r] = offset[r]; });
+  return result;
+}
+
+// The same as token_scores, but groups are tokens of one channel.
+template <class A>
+__attribute__((flatten)) void channel_scores(
+    const Pair<A>& pair, int64_t slot, int first, int count, const Panel<A>& panel,
+    Block<A>& block) {
+  using K = typename A::K;
+  using Keys = typename K::Code;
+  const K& k = pair.a.k;
+  for (int t = 0; t < count;) {
+    const int64_t group = (slot + t) / K::GROUP;
+    const int end = std::min<int64_t>(count, (group + 1) * K::GROUP - slot);
+    const Query query = scaled_query<A>(k.qparams_of(pair.pair) + group * K::DIM, panel.query);
+    for (; t < end; t += Panel<A>::TOKENS) {
+      const uint16_t* words = k.codes_of(pair.pair) + (slot + t) * Keys::WORDS;
+      put_scores(code_sums(words, end - t, query, Nothing{}), first + t, block);
+    }
+    t = end;
+  }
+}
+
+}  // namespace
