@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -35,11 +36,42 @@ BITS = (1, 1.5, 2, 3, 4, 8)
 NOWHERE = 0xFFFF
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"
 _LIST = rf"{NUMBER}(?:,{NUMBER})*"
+
+
+def _listed(numbers: tuple[float, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    return tuple(float(x) for x in text.split(",") if x)
+
+
+class _Suffix(NamedTuple):
+    """A field of `Codec` in its printed form: behind a point its word, then its value."""
+
+    field: str
+    word: str
+    value: str = ""
+    read: Callable[[str], Any] = lambda _: True
+    write: Callable[[Any], str] = lambda _: ""
+
+
+_SUFFIXES = (
+    _Suffix("slots", "slots"),
+    _Suffix("pairs", "pairs"),
+    _Suffix("sizes", "sizes", r"\d+(?:,\d+)*", lambda x: tuple(map(int, x.split(","))), _listed),
+    _Suffix("params", "fp8", read=lambda _: "fp8"),
+    # A comma behind a single factor of a tuple: it is a tuple still.
+    _Suffix("clip", "clip", rf"{_LIST},?",
+            lambda x: _floats(x) if "," in x else float(x),
+            lambda x: _listed(x) + "," * (len(x) == 1) if isinstance(x, tuple) else str(x)),
+    _Suffix("outliers", "outliers", r"\d+", int, str),
+    _Suffix("table", "table", _LIST, _floats, _listed),
+    _Suffix("qnorm", "qnorm", f"{NUMBER},{NUMBER}", _floats, _listed),
+)  # fmt: skip
 _NAME = re.compile(
     r"(?P<kind>int|nuq)(?P<bits>1\.5|\d+)(?P<elevens>x11)?\.(?P<axis>channel|token)(?P<group>\d+)"
-    r"(?P<slots>\.slots)?(?P<pairs>\.pairs)?(\.sizes(?P<sizes>\d+(,\d+)*))?(?P<fp8>\.fp8)?"
-    rf"(\.clip(?P<clip>{_LIST},?))?(\.outliers(?P<outliers>\d+))?"
-    rf"(\.table(?P<table>{_LIST}))?(\.qnorm(?P<qnorm>{NUMBER},{NUMBER}))?"
+    + "".join(rf"(?:\.{s.word}(?P<{s.field}>{s.value}))?" for s in _SUFFIXES)
 )
 
 
@@ -94,99 +126,72 @@ class Codec:
     def __post_init__(self) -> None:
         if all(getattr(self, f.name) == f.default for f in fields(self) if f.name != "axis"):
             return
-        if self.bits not in BITS or (type(self.bits) is not int and self.bits != 1.5):
-            raise OptionError(
-                f"bits={shown(self.bits)} is not supported; allowed: 1, 1.5, 2, 3, 4, 8 (or the "
-                "recipe 'fp')."
-            )
-        if self.axis not in ("channel", "token"):
-            raise OptionError(
-                f"axis={shown(self.axis)} is not supported; allowed: 'channel', 'token'."
-            )
-        least = 0 if self.axis == "channel" else 2
-        if not isinstance(self.group, int) or self.group < least or self.group == 1:
-            raise OptionError(
-                f"group={shown(self.group)} is not supported; allowed: a whole number of at least "
-                "2, and per channel 0, for calibrated ranges."
-            )
-        self._check_clip()
-        if self.params not in ("half", "fp8"):
-            raise OptionError(
-                f"params={shown(self.params)} is not supported; allowed: 'half', 'fp8'."
-            )
-        if not isinstance(self.slots, bool) or (self.slots and self.bits != 1.5):
-            raise OptionError(
-                f"slots={shown(self.slots)} is not supported at bits={shown(self.bits)}; allowed: "
-                "False, and True at bits=1.5."
-            )
-        if not isinstance(self.elevens, bool) or (self.elevens and (self.bits != 3 or self.table)):
-            raise OptionError(
-                f"elevens={shown(self.elevens)} is not supported at bits={shown(self.bits)}; "
-                "allowed: False, and True at bits=3 without a table."
-            )
+        self._check_codes()
         self._check_groups()
-        self._check_outliers()
-        self._check_table()
+        self._check_ranges()
 
-    def _check_clip(self) -> None:
-        clip: Any = self.clip
-        several = isinstance(clip, tuple) and self.axis == "token" and clip
-        for factor in clip if several else (clip,):
-            if type(factor) not in (int, float) or not 0 < factor <= 1:
-                raise OptionError(
-                    f"clip={shown(clip)} is not supported; allowed: a number above 0, at most 1, "
-                    "or per token a tuple of them, one for each group of all heads."
-                )
+    def _refuse(self, name: str, allowed: str, where: str = "") -> NoReturn:
+        value = shown(getattr(self, name))
+        raise OptionError(f"{name}={value} is not supported{where}; allowed: {allowed}.")
+
+    def _check_codes(self) -> None:
+        if self.bits not in BITS or (type(self.bits) is not int and self.bits != 1.5):
+            self._refuse("bits", "1, 1.5, 2, 3, 4, 8 (or the recipe 'fp')")
+        where = f" at bits={shown(self.bits)}"
+        if not isinstance(self.slots, bool) or (self.slots and self.bits != 1.5):
+            self._refuse("slots", "False, and True at bits=1.5", where)
+        if not isinstance(self.elevens, bool) or (self.elevens and (self.bits != 3 or self.table)):
+            self._refuse("elevens", "False, and True at bits=3 without a table", where)
+        if self.table is not None:
+            numbers = _all_floats(self.table)
+            count = 1 << int(self.bits) if self.bits in (2, 3, 4) else 0
+            rising = numbers and all(a < b for a, b in itertools.pairwise(self.table))
+            if not rising or len(self.table) != count or not abs(sum(self.table)) < 1e6:
+                allowed = "None, and at 2, 3 and 4 bits a rising tuple of as many numbers as codes"
+                self._refuse("table", allowed, where)
+        pair = self.table is not None and _all_floats(self.qnorm) and len(self.qnorm or ()) == 2
+        if self.qnorm is not None and not pair:
+            self._refuse("qnorm", "None, and with a table a tuple of two numbers")
 
     def _check_groups(self) -> None:
+        if self.axis not in ("channel", "token"):
+            self._refuse("axis", "'channel', 'token'")
+        least = 0 if self.axis == "channel" else 2
+        if not isinstance(self.group, int) or self.group < least or self.group == 1:
+            allowed = "a whole number of at least 2, and per channel 0, for calibrated ranges"
+            self._refuse("group", allowed)
         if not isinstance(self.pairs, bool) or (self.pairs and self.axis != "token"):
-            raise OptionError(
-                f"pairs={shown(self.pairs)} is not supported with axis={shown(self.axis)}; "
-                "allowed: False, and True per token."
-            )
+            where = f" with axis={shown(self.axis)}"
+            self._refuse("pairs", "False, and True per token", where)
         if self.sizes is None:
             return
         whole = isinstance(self.sizes, tuple) and all(type(n) is int and n > 0 for n in self.sizes)
         if not whole or not self.sizes or self.axis != "token":
-            raise OptionError(
-                f"sizes={shown(self.sizes)} is not supported; allowed: None, or per token a tuple "
-                "of positive whole numbers, one for each group of all heads."
+            allowed = (
+                "None, or per token a tuple of positive whole numbers, one for each group of all "
+                "heads"
             )
+            self._refuse("sizes", allowed)
 
-    def _check_outliers(self) -> None:
+    def _check_ranges(self) -> None:
+        clip: Any = self.clip
+        several = isinstance(clip, tuple) and self.axis == "token" and clip
+        for factor in clip if several else (clip,):
+            if type(factor) not in (int, float) or not 0 < factor <= 1:
+                allowed = (
+                    "a number above 0, at most 1, or per token a tuple of them, one for each group "
+                    "of all heads"
+                )
+                self._refuse("clip", allowed)
+        if self.params not in ("half", "fp8"):
+            self._refuse("params", "'half', 'fp8'")
         n = self.outliers
         fits = self.offline or (self.axis == "token" and type(n) is int and n % 2 == 0)
         if type(n) is not int or n < 0 or (n and not fits):
-            raise OptionError(
-                f"outliers={shown(n)} is not supported; allowed: a whole number with calibrated "
-                "ranges, an even one per token, 0 else."
-            )
+            allowed = "a whole number with calibrated ranges, an even one per token, 0 else"
+            self._refuse("outliers", allowed)
         if self.clip != 1 and (n or self.offline or self.table):
-            raise OptionError(
-                f"clip={shown(self.clip)} is not supported with outliers, calibrated ranges or a "
-                "table; allowed: 1."
-            )
-
-    def _check_table(self) -> None:
-        table: Any = self.table
-        if table is not None:
-            numbers = isinstance(table, tuple) and all(type(x) is float for x in table)
-            count = 1 << int(self.bits) if self.bits in (2, 3, 4) else 0
-            rising = numbers and all(a < b for a, b in itertools.pairwise(table))
-            if not rising or len(table) != count or not abs(sum(table)) < 1e6:
-                raise OptionError(
-                    f"table={shown(table)} is not supported at bits={self.bits}; allowed: None, "
-                    "and at 2, 3 and 4 bits a tuple of as many numbers as there are codes, in "
-                    "rising order."
-                )
-        if self.qnorm is None:
-            return
-        pair = isinstance(self.qnorm, tuple) and len(self.qnorm) == 2 and self.table is not None
-        if not pair or not all(type(x) is float for x in self.qnorm):
-            raise OptionError(
-                f"qnorm={shown(self.qnorm)} is not supported; allowed: None, and with a table a "
-                "tuple of two numbers."
-            )
+            self._refuse("clip", "1", " with outliers, calibrated ranges or a table")
 
     @property
     def offline(self) -> bool:
@@ -248,19 +253,9 @@ class Codec:
             return "fp"
         kind = "int" if self.table is None else "nuq"
         text = f"{kind}{self.bits}{'x11' * self.elevens}.{self.axis}{self.group}"
-        text += ".slots" * self.slots + ".pairs" * self.pairs
-        if self.sizes is not None:
-            text += f".sizes{_listed(self.sizes)}"
-        text += ".fp8" * (self.params == "fp8")
-        if isinstance(self.clip, tuple):
-            # A comma behind a single one: it is a tuple still.
-            text += f".clip{_listed(self.clip)}" + "," * (len(self.clip) == 1)
-        elif self.clip != 1:
-            text += f".clip{self.clip}"
-        text += f".outliers{self.outliers}" * (self.outliers > 0)
-        for name in ("table", "qnorm"):
-            if (numbers := getattr(self, name)) is not None:
-                text += f".{name}{_listed(numbers)}"
+        for suffix in _SUFFIXES:
+            if (value := getattr(self, suffix.field)) != getattr(FP, suffix.field):
+                text += f".{suffix.word}{suffix.write(value)}"
         return text
 
     @staticmethod
@@ -270,22 +265,19 @@ class Codec:
         ``int1.5.token128.fp8.clip0.92``."""
         if text == "fp":
             return Codec()
-        if match := _NAME.fullmatch(text):
-            axis: Axis = "channel" if match["axis"] == "channel" else "token"
-            bits = 1.5 if match["bits"] == "1.5" else int(match["bits"])
-            clips = _floats(match["clip"] or "1")
-            clip = clips if "," in (match["clip"] or "") else clips[0]
-            params: Params = "fp8" if match["fp8"] else "half"
-            sizes = tuple(map(int, match["sizes"].split(","))) if match["sizes"] else None
-            more = (bool(match["slots"]), bool(match["pairs"]), sizes, int(match["outliers"] or 0))
-            table, qnorm = (_floats(match[n]) if match[n] else None for n in ("table", "qnorm"))
-            pair = None if qnorm is None else (qnorm[0], qnorm[1])
-            if (match["kind"] == "nuq") == (table is not None):
-                last = (table, pair, bool(match["elevens"]))
-                return Codec(bits, axis, int(match["group"]), clip, params, *more, *last)
-        raise OptionError(
-            f"Codec {shown(text)} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
-            "'int4.token32'."
+        match = _NAME.fullmatch(text)
+        if match is None or (match["kind"] == "nuq") != (match["table"] is not None):
+            raise OptionError(
+                f"Codec {shown(text)} cannot be read; allowed: 'fp' or e.g. 'int2.channel32', "
+                "'int4.token32'."
+            )
+        options = {s.field: s.read(x) for s in _SUFFIXES if (x := match[s.field]) is not None}
+        return Codec(
+            bits=1.5 if match["bits"] == "1.5" else int(match["bits"]),
+            axis="channel" if match["axis"] == "channel" else "token",
+            group=int(match["group"]),
+            elevens=match["elevens"] is not None,
+            **options,
         )
 
     def misfit(self, head_dim: int, heads: int | None = None) -> str | None:
@@ -344,9 +336,5 @@ class Codec:
 FP = Codec()
 
 
-def _listed(numbers: tuple[float, ...]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    return tuple(float(x) for x in text.split(",") if x)
+def _all_floats(numbers: Any) -> bool:
+    return isinstance(numbers, tuple) and all(type(x) is float for x in numbers)

@@ -187,7 +187,7 @@ def test_bad_fields_are_refused(name: str) -> None:
 
 
 def test_falling_tables_are_refused() -> None:
-    with pytest.raises(OptionError, match="rising order"):
+    with pytest.raises(OptionError, match="a rising tuple"):
         Codec(2, "token", 32, table=(0.0, 1.0, 0.5, 2.0))
 
 
