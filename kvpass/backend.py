@@ -26,10 +26,10 @@ from kvpass._torch import (
 )
 from kvpass.errors import OptionError, UnmatchedGraphError, unknown
 from kvpass.fingerprint import check_weights
-from kvpass.graph.bind import bind_state
-from kvpass.graph.binding import Binding
-from kvpass.graph.capture import capture_obstacle, makes_cache
-from kvpass.graph.sites import Sites, find_sites, module_path
+from kvpass.graph.analysis.sites import Sites, find_sites, module_path
+from kvpass.graph.bind.state import bind_state
+from kvpass.graph.bind.binding import Binding
+from kvpass.graph.bind.capture import capture_obstacle, makes_cache
 from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe
@@ -37,7 +37,7 @@ from kvpass.inspect.report import GraphReport, new_report
 from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
 from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
-from kvpass.rules.concerns import bias_warnings, large_key_biases
+from kvpass.rules.diagnostics import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
 
 log = logging.getLogger(__name__)

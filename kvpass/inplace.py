@@ -14,8 +14,8 @@ from kvpass._torch import is_compiled, is_traced, many_graphs
 from kvpass.backend import copy_module
 from kvpass.errors import PlanError
 from kvpass.fingerprint import fingerprint
-from kvpass.graph.bind import bind_state
-from kvpass.graph.sites import find_sites
+from kvpass.graph.analysis.sites import find_sites
+from kvpass.graph.bind.state import bind_state
 from kvpass.ops import logical
 from kvpass.plan import LayerPlan, Plan
 from kvpass.rules import Context, apply_rules

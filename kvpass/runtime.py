@@ -17,7 +17,7 @@ from kvpass.errors import CacheStateError
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.order import ChannelOrder
 from kvpass.format.tensor_plan import TensorPlan
-from kvpass.graph.binding import (
+from kvpass.graph.bind.binding import (
     Binding,
     ExtendedOutput,
     FreshOutput,

@@ -2,8 +2,8 @@
 
 from lowering.choice import Choice, choose, compiler_problem, lower, served_by
 from lowering.codegen import generated_files
-from lowering.launch import compile_ahead
-from lowering.tuning import Tuned, cache_tag, tunings
+from lowering.triton.launch import compile_ahead
+from lowering.triton.tuning import Tuned, cache_tag, tunings
 
 __all__ = [
     "Choice",

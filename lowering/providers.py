@@ -15,12 +15,12 @@ import torch
 
 # Importing these defines the ops that are provided for here.
 from kvpass.ops.library import FAKES, SCHEMAS
-from lowering import append, attention, pack, unpack
 from lowering.cpp import append as cpp_append
 from lowering.cpp import attention as cpp_attention
 from lowering.cpp import chunks as cpp_chunks
 from lowering.cpp import pack as cpp_pack
 from lowering.cpp import unpack as cpp_unpack
+from lowering.triton import append, attention, pack, unpack
 
 _NAMESPACE = "kvpass_triton"
 _CPP = torch.library.Library("kvpass_cpp", "DEF")

@@ -11,7 +11,7 @@ import pytest
 
 from kvpass import Plan
 from kvpass.cli import main
-from lowering import inspection
+from lowering.triton import inspection
 
 K, V = "int8.channel32/window=0,flush=32", "int8.token64/window=16,flush=1"
 
@@ -95,7 +95,7 @@ def test_wrong_usage(capsys):
 
 
 def test_triton_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr("lowering.layouts._triton_installed", lambda: False)
+    monkeypatch.setattr("lowering.triton.layouts._triton_installed", lambda: False)
     assert "triton is not installed" in failure(capsys, "kernels")
 
 

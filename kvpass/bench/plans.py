@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kvpass.ops.pack
 import kvpass.ops.rotary  # noqa: F401  (registers the ops)
-from kvpass.calibration.seen import (
+from kvpass.calibration.samples import (
     STORED,
     Exact,
     GradientObserver,
@@ -41,7 +41,7 @@ _LOW, _EXACT = 0.88, 0.035
 
 @dataclass(frozen=True)
 class _Random:
-    """A `kvpass.calibration.seen.Pass` over one layer's random tokens; gradients are random,
+    """A `kvpass.calibration.samples.Pass` over one layer's random tokens; gradients are random,
     too."""
 
     keys: Tensor

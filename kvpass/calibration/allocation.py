@@ -10,8 +10,8 @@ from itertools import product
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from kvpass.calibration.samples import STORED
 from kvpass.calibration.scores import Name, Scores
-from kvpass.calibration.seen import STORED
 from kvpass.errors import OptionError, shown
 from kvpass.plan import LayerPlan, Plan
 

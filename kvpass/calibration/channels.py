@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.calibration.seen import Rotation
+from kvpass.calibration.samples import Rotation
 from kvpass.errors import OptionError
 from kvpass.format.order import ChannelOrder
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvpass.calibration.seen import Seen
+from kvpass.calibration.samples import Seen
 from kvpass.format.codec import Codec
 from kvpass.format.groups import Groups
 from kvpass.format.order import ChannelOrder

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from kvpass.calibration.seen import STORED, CapturedKV, Stored
+from kvpass.calibration.samples import STORED, CapturedKV, Stored
 from kvpass.errors import OptionError
 
 # Of the keys, or values, of each layer, for every text.

@@ -22,7 +22,7 @@ from kvpass.calibration.importance import (
     projections,
     summed_loss,
 )
-from kvpass.calibration.seen import (
+from kvpass.calibration.samples import (
     CapturedKV,
     Exact,
     GradientObserver,
@@ -35,13 +35,13 @@ from kvpass.calibration.seen import (
     windowed,
 )
 from kvpass.errors import OptionError, UnmatchedGraphError
-from kvpass.graph.attention_site import AttentionSite
+from kvpass.graph.analysis.attention_site import AttentionSite
+from kvpass.graph.analysis.sites import Sites, find_sites
 from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.pattern import Miss
-from kvpass.graph.sites import Sites, find_sites
 from kvpass.rules.cache_before_rope import turned
 from kvpass.rules.fuse_attention import attention_call
-from kvpass.rules.pushes.rotary import rotations
+from kvpass.rules.permutation.rotary import rotations
 
 # Of a text, enough to see which weights make keys and values.
 _FEW_TOKENS = 8
@@ -56,7 +56,7 @@ _exact: ContextVar[Exact] = ContextVar("exact", default=(0, 0))
 
 
 class Watched:
-    """Runs of a model over all batches, see `kvpass.calibration.seen.Pass`.
+    """Runs of a model over all batches, see `kvpass.calibration.samples.Pass`.
 
     The model itself is not changed; its graphs run op by op. A run raises `UnmatchedGraphError` if
     no attention is found in them.

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.importance import means
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import (
+from kvpass.calibration.samples import (
     STORED,
     Kind,
     Pass,

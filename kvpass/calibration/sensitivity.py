@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.importance import Norms, means
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import STORED, Exact, Pass, SeenGradient, Stored
+from kvpass.calibration.samples import STORED, Exact, Pass, SeenGradient, Stored
 from kvpass.format.quantize import fake_quantize
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan

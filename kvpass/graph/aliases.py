@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from kvpass.graph.analysis.reads import VIEWS
 from kvpass.graph.pattern import OPS, mutates, op_name
-from kvpass.graph.reads import VIEWS
 
 # Ops whose result shares no memory with what they read, unless they work in place.
 FRESH = (OPS.keys() - VIEWS) | {"embedding", "layer_norm", "mean", "neg", "pow", "rsqrt", "stack"}

@@ -8,9 +8,9 @@ from torch.fx.node import map_arg
 
 from kvpass._torch import symbol_node
 from kvpass.errors import UnmatchedGraphError
+from kvpass.graph.analysis.reads import changes
 from kvpass.graph.logical_calls import PackedCall
 from kvpass.graph.pattern import op_name
-from kvpass.graph.reads import changes
 from kvpass.ops import logical
 from kvpass.tensor.packed import PackedKV
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpass.calibration.seen import Pass, layer_dims, layer_shapes
+from kvpass.calibration.samples import Pass, layer_dims, layer_shapes
 from kvpass.errors import OptionError, PlanError, shown
 from kvpass.plan import Plan
 from kvpass.recipes.base import CalibratedRecipe, Recipe

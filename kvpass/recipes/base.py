@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from kvpass.calibration.seen import Pass
+from kvpass.calibration.samples import Pass
 from kvpass.errors import PlanError
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan

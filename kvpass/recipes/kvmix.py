@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvpass.calibration.importance import means
-from kvpass.calibration.seen import STORED, Pass, Stored, layer_dims, layer_shapes
+from kvpass.calibration.samples import STORED, Pass, Stored, layer_dims, layer_shapes
 from kvpass.errors import OptionError, shown
 from kvpass.format.codec import Codec
 from kvpass.format.retention import Residency

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvpass.calibration.levels import Levels
-from kvpass.calibration.seen import Pass, Seen, SeenGradient
+from kvpass.calibration.codebook import Levels
+from kvpass.calibration.samples import Pass, Seen, SeenGradient
 from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import OptionError, shown
 from kvpass.format.codec import Codec

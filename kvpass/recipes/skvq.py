@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvpass.calibration.channels import Ranges, cluster
 from kvpass.calibration.clipping import ClipSearch
-from kvpass.calibration.seen import Pass, Rotation, Seen
+from kvpass.calibration.samples import Pass, Rotation, Seen
 from kvpass.errors import OptionError, PlanError, shown
 from kvpass.format.codec import Codec
 from kvpass.format.order import ChannelOrder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpass.graph.analysis.sites import find_sites, module_path
 from kvpass.graph.pattern import Miss
-from kvpass.graph.sites import find_sites, module_path
 from kvpass.rules.base import Context as Context
 from kvpass.rules.base import Event as Event
 from kvpass.rules.base import Rule as Rule
@@ -14,8 +14,8 @@ from kvpass.rules.decode_reader import DecodeReader, ReadSize
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.fuse_rope_append import FuseRopeAppend
 from kvpass.rules.mask_to_bounds import MaskToBounds
-from kvpass.rules.permute_channels import PermuteChannels
-from kvpass.rules.push_order import ChannelGather, PushOrder, ShareTables
+from kvpass.rules.permutation.permute_channels import PermuteChannels
+from kvpass.rules.permutation.push_order import ChannelGather, PushOrder, ShareTables
 from kvpass.rules.quantize_cache import QuantizeCache
 from kvpass.rules.quantize_static import QuantizeStatic
 from kvpass.rules.reorder_chunks import ReorderChunks

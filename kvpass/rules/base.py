@@ -13,9 +13,9 @@ from torch.fx import Graph, Node
 from kvpass.format.order import ChannelOrder
 from kvpass.format.ranges import ChannelRanges
 from kvpass.graph.aliases import changed_storages
-from kvpass.graph.masks import Masks
+from kvpass.graph.analysis.masks import Masks
+from kvpass.graph.analysis.sites import Sites
 from kvpass.graph.pattern import Captures, Miss
-from kvpass.graph.sites import Sites
 from kvpass.graph.writes import Writes
 from kvpass.plan import LayerPlan, Planner
 

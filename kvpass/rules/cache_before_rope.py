@@ -10,15 +10,15 @@ from torch.fx import Node
 
 from kvpass._torch import same_shape
 from kvpass.format.rope import Rope
+from kvpass.graph.analysis.reads import VIEWS
 from kvpass.graph.calls import add_call
 from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.pattern import Captures, Miss, argument, op_name
-from kvpass.graph.reads import VIEWS
 from kvpass.rules.base import Context, Rule
 from kvpass.rules.fuse_attention import erase_unread
-from kvpass.rules.pushes.base import shape_of
-from kvpass.rules.pushes.rotary import joins_last, rotation
-from kvpass.rules.pushes.views import last_slice
+from kvpass.rules.permutation.base import shape_of
+from kvpass.rules.permutation.rotary import joins_last, rotation
+from kvpass.rules.permutation.views import last_slice
 
 # What only changes dtype or strides.
 CASTS = {"contiguous", "to"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from kvpass.graph.analysis.sites import module_path, nearest_miss
 from kvpass.graph.packed_readers import (
     decode_in_front,
     is_packed,
@@ -12,7 +13,6 @@ from kvpass.graph.packed_readers import (
     unknown_readers,
 )
 from kvpass.graph.pattern import Captures, Miss, op_name
-from kvpass.graph.sites import module_path, nearest_miss
 from kvpass.rules.base import Context, Rule, origin_of
 
 

@@ -9,16 +9,16 @@ import torch
 from torch.fx import Graph, Node
 
 from kvpass._torch import symbol_positions
-from kvpass.graph.attention_site import AttentionSite
+from kvpass.graph.analysis.attention_site import AttentionSite
+from kvpass.graph.analysis.scores import MaskStep
+from kvpass.graph.analysis.static import StaticUpdate
 from kvpass.graph.calls import add_call, four_dimensional
 from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.packed_readers import unknown_readers
 from kvpass.graph.pattern import Captures, Miss, op_name
-from kvpass.graph.scores import MaskStep
-from kvpass.graph.static import StaticUpdate
 from kvpass.rules.base import Context, Rule
 
-# What the forms of attention in `kvpass.graph.forms` are made of; none has a side effect there.
+# What the forms of attention in `kvpass.graph.analysis.forms` are made of; none has a side effect there.
 ERASABLE = {
     "add",
     "amax",
@@ -47,7 +47,7 @@ ERASABLE |= {"zeros"}
 
 
 # Where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads
-# sharing them. `kvpass.graph.scores` brings other scores into this form, with a soft cap and sinks
+# sharing them. `kvpass.graph.analysis.scores` brings other scores into this form, with a soft cap and sinks
 # beside the mask.
 class FuseAttention(Rule):
     """Reads packed keys and values without decoding them first."""

@@ -14,7 +14,7 @@ from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.rules.base import Context, Rule
 from kvpass.rules.cache_before_rope import CASTS, ERASABLE, Turned, last_turned, shared_rows
 from kvpass.rules.fuse_attention import erase_unread
-from kvpass.rules.pushes.base import shape_of
+from kvpass.rules.permutation.base import shape_of
 
 
 # Where the append turns x by its rows, one for all layers, in float32, and rounds once, which is

@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from kvpass.graph.analysis.indices import operation
+from kvpass.graph.analysis.masks import Bounds
 from kvpass.graph.calls import add_call, four_dimensional
-from kvpass.graph.indices import operation
 from kvpass.graph.logical_calls import AttentionCall
-from kvpass.graph.masks import Bounds
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.writes import written
 from kvpass.rules.base import Context, Rule, origin_of
 
 
-# Where mask = causal(i, j) & in_window(i, j) & rest, as `kvpass.graph.masks` proves, or the mask is
+# Where mask = causal(i, j) & in_window(i, j) & rest, as `kvpass.graph.analysis.masks` proves, or the mask is
 # added and 0 there, the least number or -inf elsewhere. With the least number both sides differ in
 # rows that hide every token, so such a mask is rewritten only if every query sees itself. Scores
 # are taken to be small against that number.

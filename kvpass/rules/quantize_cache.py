@@ -6,14 +6,14 @@ from torch.fx import Node
 
 from kvpass.format.retention import MAX_STEP
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.graph.analysis.reads import changes, last_reader
+from kvpass.graph.analysis.updates import CacheUpdate
 from kvpass.graph.logical_calls import AppendCall, PackedCall
 from kvpass.graph.orders import constant_node
 from kvpass.graph.pattern import Captures, Miss
-from kvpass.graph.reads import changes, last_reader
-from kvpass.graph.updates import CacheUpdate
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.storage import changed_later, storage, unturned
+from kvpass.rules.plan_for import changed_later, storage, unturned
 
 
 # The one lossy rule: tokens that have left the exact window come back rounded by their codec. A

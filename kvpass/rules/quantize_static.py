@@ -7,12 +7,12 @@ from torch.fx import Graph, Node
 from kvpass.errors import PlanError
 from kvpass.format.retention import MAX_STEP
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.graph.analysis.reads import changes, last_reader
+from kvpass.graph.analysis.static import StaticUpdate
 from kvpass.graph.logical_calls import AppendCall, PackedCall
 from kvpass.graph.pattern import Captures, Miss
-from kvpass.graph.reads import changes, last_reader
-from kvpass.graph.static import StaticUpdate
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.storage import changed_later, storage
+from kvpass.rules.plan_for import changed_later, storage
 
 
 # Where count is how many tokens are written, which is checked when the graph is called. Lossy as

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from kvpass.graph.forms import repeated
+from kvpass.graph.analysis.forms import repeated
 from kvpass.graph.pattern import Capture, Captures, Miss, argument, call
 from kvpass.rules.base import Context, Rule
 from kvpass.rules.fuse_attention import erase_unread

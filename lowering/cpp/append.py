@@ -14,7 +14,7 @@ from kvpass.format.rope import Rope
 from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, midpoints_of
 from lowering.cpp.library import decline_compiler, load_function, tensor_source
 from lowering.cpp.structs import state_numbers, tensor_structs
-from lowering.layouts import decline_gaps, exact_tokens, row_stride
+from lowering.triton.layouts import decline_gaps, exact_tokens, row_stride
 
 _UNTURNED = (0,) * 8
 

@@ -21,7 +21,7 @@ from lowering.cpp.constants import (
 )
 from lowering.cpp.library import decline_compiler, load_function, native_lanes, source
 from lowering.cpp.structs import attention_struct, state_numbers, state_struct
-from lowering.layouts import decline_formats, decline_gaps
+from lowering.triton.layouts import decline_formats, decline_gaps
 
 # Query rows whose sums, and those of the tokens beside them, fill the registers. For more of them
 # tokens are decoded first, and rows fill vectors: of 8 numbers for so many rows, else of any size.

@@ -18,7 +18,7 @@ from kvpass.ops.attention import AttentionArguments
 from kvpass.ops.chunks import chunked, encoded, reordered
 from lowering.cpp import append, pack
 from lowering.cpp.attend import attend_segment, decline
-from lowering.layouts import decline_gaps
+from lowering.triton.layouts import decline_gaps
 
 
 def _plan(codec: Codec) -> str:

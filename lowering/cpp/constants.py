@@ -13,7 +13,7 @@ from kvpass.format.parse import parse_plan
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.format.words import TERNARY
 from lowering.cpp.structs import Struct
-from lowering.layouts import (
+from lowering.triton.layouts import (
     decline_calibrated,
     decline_filter,
     decline_groups,

@@ -13,7 +13,7 @@ from kvpass.format.state import empty_state
 from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, midpoints_of
 from lowering.cpp.library import decline_compiler, load_function, tensor_source
 from lowering.cpp.structs import state_numbers, tensor_structs
-from lowering.layouts import unbounded
+from lowering.triton.layouts import unbounded
 
 
 def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
-from lowering.layouts import row_stride
+from lowering.triton.layouts import row_stride
 
 _CODES = {"int64_t": "q", "double": "d"}
 # The model's dtype is Scalar in C++.

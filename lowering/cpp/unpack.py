@@ -11,7 +11,7 @@ from torch import Tensor
 from lowering.cpp.constants import decline_device, decline_reading
 from lowering.cpp.library import decline_compiler, load_function, tensor_source
 from lowering.cpp.structs import state_numbers, tensor_structs
-from lowering.layouts import decline_conversion, decline_gaps, exact_tokens
+from lowering.triton.layouts import decline_conversion, decline_gaps, exact_tokens
 
 
 def supports(

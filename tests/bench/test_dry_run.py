@@ -17,8 +17,8 @@ from kvpass.bench.dry_run import GraphFindings, Route, dry_run, dry_run_section
 from kvpass.cli import main
 from kvpass.errors import KernelError
 from lowering import codegen
-from lowering.inspection import inspect_launch, signature
-from lowering.layer import layer_launches
+from lowering.triton.inspection import inspect_launch, signature
+from lowering.triton.layer import layer_launches
 
 DYNAMIC = Route("kivi-4bit", torch.bfloat16, "dynamic", 1, 90)
 STATIC = Route("kivi-4bit", torch.float16, "static", 8, 80)

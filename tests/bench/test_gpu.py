@@ -22,10 +22,10 @@ from kvpass.bench.timing import Contender, measure
 from kvpass.cli import main
 from kvpass.errors import KernelError, OptionError
 from kvpass.plan import Plan
-from lowering import pack
-from lowering.heuristics import AttentionSizes
-from lowering.launch import Launch
-from lowering.tuning import Tuned, Workload
+from lowering.triton import pack
+from lowering.triton.heuristics import AttentionSizes
+from lowering.triton.launch import Launch
+from lowering.triton.tuning import Tuned, Workload
 
 CPU = torch.device("cpu")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from kvpass.calibration import channels
 from kvpass.calibration.channels import Ranges, cluster
-from kvpass.calibration.seen import Rotation
+from kvpass.calibration.samples import Rotation
 from kvpass.errors import OptionError
 from kvpass.format.groups import Groups
-from kvpass.rules.pushes.rotary import keeps_halves, keeps_neighbours
+from kvpass.rules.permutation.rotary import keeps_halves, keeps_neighbours
 from tests.strategies import SEEDS, randn
 
 HALVES, NEIGHBOURS = (Rotation(0, 16, "halves"),), (Rotation(0, 16, "neighbours"),)

@@ -9,7 +9,7 @@ import torch
 
 from kvpass import ChannelOrder, LayerPlan
 from kvpass.calibration.clipping import ALPHAS, ClipSearch
-from kvpass.calibration.seen import Seen
+from kvpass.calibration.samples import Seen
 from kvpass.format.parse import parse_plan
 from kvpass.format.quantize import fake_quantize
 from tests.strategies import randn

@@ -13,7 +13,7 @@ from torch import Tensor
 import kvpass
 from examples.quickstart import SMALL_MODEL
 from kvpass.calibration.importance import rank_correlations
-from kvpass.calibration.seen import STORED
+from kvpass.calibration.samples import STORED
 from kvpass.cli import main
 from kvpass.errors import OptionError
 from tests.models import prompt, tiny_model

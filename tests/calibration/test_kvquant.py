@@ -12,9 +12,9 @@ from sklearn.cluster import KMeans
 from torch.nn.functional import cross_entropy
 
 from kvpass import PackedKV, Plan, calibrate, oracle_cache, recipe, sensitivities
-from kvpass.calibration.levels import Levels
+from kvpass.calibration.codebook import Levels
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import SeenGradient
+from kvpass.calibration.samples import SeenGradient
 from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import OptionError, PlanError
 from kvpass.format.quantize import fake_quantize

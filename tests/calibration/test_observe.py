@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from kvpass.calibration.observe import Watched
-from kvpass.calibration.seen import Replacement, Rotation, Seen, SeenGradient, windowed
+from kvpass.calibration.samples import Replacement, Rotation, Seen, SeenGradient, windowed
 from kvpass.errors import UnmatchedGraphError
 from tests.models import prompt, tiny_model
 

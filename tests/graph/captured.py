@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from kvpass.graph.formulas import AXES, Condition
-from kvpass.graph.indices import Indices
+from kvpass.graph.analysis.formulas import AXES, Condition
+from kvpass.graph.analysis.indices import Indices
 
 
 class Captured:

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from kvpass._torch import copy_source
 from kvpass.format.retention import MAX_STEP
-from kvpass.graph.sites import Sites, find_sites
+from kvpass.graph.analysis.sites import Sites, find_sites
 from kvpass.graph.verify import verify_rewritten
 from kvpass.plan import Planner
 from kvpass.recipes import recipe

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
-from kvpass.graph.sites import Sites
+from kvpass.graph.analysis.sites import Sites
 from kvpass.ops.pack import pack_fake
 from kvpass.ops.rotary import rotated
 from kvpass.recipes import recipe

@@ -11,7 +11,7 @@ import pytest
 
 from kvpass.errors import KernelError
 from lowering import codegen
-from lowering.layouts import layout_of
+from lowering.triton.layouts import layout_of
 from triton_templates import render, template_names
 
 LAYOUT = layout_of("int4.channel32/window=0,flush=128", 64)

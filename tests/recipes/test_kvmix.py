@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpass import LayerPlan, calibrate, importance, oracle_cache, recipe
-from kvpass.calibration.seen import STORED
+from kvpass.calibration.samples import STORED
 from kvpass.errors import OptionError, PlanError
 from kvpass.recipes import Auto
 from tests.harness import compiled, run_steps

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowering.attention import attend, attention, supports
-from lowering.heuristics import attention_candidates, attention_sizes
-from lowering.launch import record_launches
-from lowering.layouts import layout_of
+from lowering.triton.attention import attend, attention, supports
+from lowering.triton.heuristics import attention_candidates, attention_sizes
+from lowering.triton.launch import record_launches
+from lowering.triton.layouts import layout_of
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
     dense_attention,

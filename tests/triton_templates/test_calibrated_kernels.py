@@ -11,10 +11,10 @@ from kvpass.format.parse import parse_plan
 from kvpass.format.quantize import offline_params, split_outliers
 from kvpass.format.state import State
 from kvpass.tensor.packed import PackedKV
-from lowering import append, pack, unpack
-from lowering.attention import attend, attention, supports
-from lowering.heuristics import attention_candidates, attention_sizes
-from lowering.layouts import layout_of
+from lowering.triton import append, pack, unpack
+from lowering.triton.attention import attend, attention, supports
+from lowering.triton.heuristics import attention_candidates, attention_sizes
+from lowering.triton.layouts import layout_of
 from tests.calibrated import ENCODED, PLANS, nuq, same_state, states_of
 from tests.triton_templates.kernel_reference import dense_attention, keys_like, relative_error
 from tests.triton_templates.test_attention_kernel import TOLERANCE, query

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowering import append, attention, pack, unpack
+from lowering.triton import append, attention, pack, unpack
 from tests.strategies import poisoned
 from tests.triton_templates.kernel_reference import (
     dense_attention,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowering import append, attention, pack, unpack
-from lowering.attention import supports
-from lowering.layouts import layout_of
+from lowering.triton import append, attention, pack, unpack
+from lowering.triton.attention import supports
+from lowering.triton.layouts import layout_of
 from tests.strategies import poisoned
 from tests.triton_templates.kernel_reference import (
     dense_attention,

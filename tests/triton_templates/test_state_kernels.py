@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpass.format.rope import Rope
-from lowering import append, pack
+from lowering.triton import append, pack
 from tests.triton_templates.kernel_reference import keys_like, poison, written
 
 pytestmark = pytest.mark.interpreter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowering import unpack
+from lowering.triton import unpack
 from tests.strategies import poisoned
 from tests.triton_templates.kernel_reference import keys_like, poison
 

@@ -1,0 +1,199 @@
+"""Where a plan gives channels an order, cache and attention see them in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from kvpass.format.order import ChannelOrder
+from kvpass.graph.analysis.attention_site import AttentionSite
+from kvpass.graph.analysis.reads import VIEWS
+from kvpass.graph.logical_calls import AppendCall, AttentionCall, PackedCall, behind_slides
+from kvpass.graph.orders import constant_node, inverse, permuted
+from kvpass.graph.pattern import Captures, Miss, op_name
+from kvpass.ops import logical
+from kvpass.rules.base import Context, Rule, origin_of
+from kvpass.tensor.packed import PackedKV
+
+_READS = VIEWS | {"repeat_interleave"}
+
+
+# Where P, Pk and Pv permute the channels of each head; append' stores them in that order, and
+# restore is what a cache tensor does for whom reads it outside the graph. Query heads have the
+# order of the KV head that they share. The last line is the scores' sum over the channels, which
+# has no order; it serves attentions over packed keys and values, and over plain ones next to an
+# append.
+class PermuteChannels(Rule):
+    """Stores the channels of keys and values in the orders that the plan says."""
+
+    name = "permute_channels"
+    identity = (
+        "append(past, new)      =  restore(append'(past, P(new)))\n"
+        "unpack(packed)         =  P^-1(stored(packed))\n"
+        "attention(q, K, V)     =  Pv^-1(attention(Pk(q), Pk(K), Pv(V)))"
+    )
+    required = False
+
+    def match(self, node: Node, context: Context) -> Captures | Miss | None:
+        """Applies to appends, to reads of what has an order, and to attentions over it."""
+        if (append := AppendCall.of(node)) is not None and append.order is None:
+            order = packed_order(node, context)
+            return None if order is None else {"order": order}
+        if node.target is logical.unpack:
+            order = packed_order(PackedCall.at(node).packed, context)
+            return None if order is None else {"order": order}
+        if (call := AttentionCall.of(node)) is not None:
+            orders = [packed_order(n, context) for n in (call.keys, call.values)]
+            found = {"orders": orders, "q": call.q, "reads": [], "ends": (node,)}
+            return found if any(orders) else None
+        site = next((s for s in context.sites.attentions if s.root is node), None)
+        return None if site is None else _dense(site, context)
+
+    def rewrite(self, node: Node, found: Captures, context: Context) -> str:
+        """Makes the right side of `identity` of its left side."""
+        if node.target is logical.append:
+            return _append(node, found["order"], context)
+        if node.target is logical.unpack:
+            node.target = logical.stored
+            restored = permuted(node, inverse(_index(found["order"])), "stays")
+            if restored is not node:
+                restored.meta["left"] = Miss("what is stored is read in the model's order", node)
+                node.replace_all_uses_with(restored, lambda user: user is not restored)
+            return "put back into the model's order"
+        keys, values = found["orders"]
+        if keys is not None:
+            late = found["q"] in context.changed
+            _permute_query(found["q"], keys, found["ends"][0], late)
+        for (source, readers), order in zip(found["reads"], (keys, values), strict=False):
+            if order is not None:
+                moved = permuted(source, _index(order))
+                source.replace_all_uses_with(moved, lambda user, known=readers: user in known)
+        if values is not None:
+            heads = int(node.meta["example_value"].shape[1])
+            restored = permuted(node, inverse(_index(values, heads)), "down")
+            if restored is not node:
+                node.replace_all_uses_with(restored, lambda user: user is not restored)
+        return "attention in the orders of the cache"
+
+
+def packed_order(packed: Node | None, context: Context) -> ChannelOrder | None:
+    """The order of the channels of a packed tensor, None if they are in the model's own."""
+    if packed is None:
+        return None
+    if packed.op == "placeholder":
+        example = packed.meta.get("example_value")
+        return example.order if isinstance(example, PackedKV) else None
+    packed = behind_slides(packed)
+    if (past := AppendCall.at(packed).past) is not None:
+        return packed_order(past, context)
+    origin = origin_of(packed)
+    return None if origin is None else context.orders.get(origin)
+
+
+def _index(order: ChannelOrder, heads: int | None = None) -> Tensor:
+    """The index of ``order`` on ``[B, heads, n, D]``; KV heads are repeated for the query heads."""
+    repeats = 1 if heads is None else heads // order.heads
+    return order.tensor().repeat_interleave(repeats, dim=0)[None, :, None]
+
+
+def _append(node: Node, order: ChannelOrder, context: Context) -> str:
+    call = AppendCall.at(node)
+    # What is changed in place later on is permuted when it is read.
+    late = node if call.new in context.changed else None
+    moved = permuted(call.new, _index(order), before=late)
+    device = call.new.meta["example_value"].device
+    constant = constant_node(context.graph, order.tensor(), device)
+    replace(call, new=moved, order=constant).write(node)
+    return f"{order.heads} heads of {order.dim} channels are stored in an order"
+
+
+def _permute_query(q: Node, order: ChannelOrder, reader: Node, late: bool) -> None:
+    heads = int(q.meta["example_value"].shape[1])
+    # What is changed in place later on is permuted when it is read.
+    moved = permuted(q, _index(order, heads), before=reader if late else None)
+    q.replace_all_uses_with(moved, lambda user: user is reader or _leads_to(user, {reader}))
+
+
+def _dense(site: AttentionSite, context: Context) -> Captures | Miss | None:
+    """An attention over plain keys or values that are stored in an order."""
+    cats = (site.keys, site.values)
+    orders = [packed_order(context.packed.get(cat), context) for cat in cats]
+    if site.root._erased or not any(orders):
+        return None
+    if site.miss is not None:
+        return site.miss
+    sources = _sources(site, context)
+    if isinstance(sources, Miss):
+        return sources
+    if site.q.meta["example_value"].dim() != 4:
+        return Miss("batch and heads are one dimension of the query", site.q)
+    for node in (site.q, *sources, site.root):
+        if node in context.changed:
+            return Miss("it is changed in place", node)
+    reads = []
+    for source, end in zip((site.q, *sources), (site.products[0], *site.products), strict=True):
+        readers = _readers(source, _ends(site, context, end))
+        if isinstance(readers, Miss):
+            return readers
+        reads.append((source, [user for user in readers if _leads_to(user, {end})]))
+    return {"orders": orders, "q": site.q, "reads": reads[1:], "ends": site.products}
+
+
+def _sources(site: AttentionSite, context: Context) -> list[Node] | Miss:
+    """The plain keys and values that an attention reads."""
+    found = []
+    for cat, product in zip((site.keys, site.values), site.products, strict=True):
+        update, static = context.sites.updates.get(cat), context.sites.static(cat)
+        known = {static.new} if static is not None else set()
+        known |= {update.cat, update.new} if update is not None else set()
+        read = [_behind_views(node, known) for node in product.all_input_nodes]
+        sources = [node for node in read if node is not None]
+        if len(sources) != 1:
+            return Miss("it reads a buffer, which stays in the model's order", site.root)
+        found += sources
+    return found
+
+
+def _behind_views(node: Node, known: set[Node]) -> Node | None:
+    """The one of ``known`` that ``node`` is a view of, or None."""
+    while node not in known:
+        if op_name(node) not in _READS or not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _ends(site: AttentionSite, context: Context, end: Node) -> set[Node]:
+    """``end``, and where other attentions read the same keys or values."""
+    return {end, *(p for s in context.sites.attentions if s is not site for p in s.products)}
+
+
+def _readers(source: Node, ends: set[Node]) -> list[Node] | Miss:
+    """What reads ``source`` for one of ``ends``; a `Miss` if anything else reads it."""
+    found = []
+    for user in source.users:
+        if user.target in (logical.append, logical.permute_channels) or _is_size(user):
+            continue
+        if not _leads_to(user, ends):
+            return Miss(f"{source.name} is read by {op_name(user)} as well", user)
+        found.append(user)
+    return found
+
+
+def _leads_to(node: Node, ends: Iterable[Node]) -> bool:
+    """Whether ``node`` is one of ``ends``, or all that reads it leads there through views."""
+    if node in ends:
+        return True
+    return (
+        op_name(node) in _READS
+        and bool(node.users)
+        and all(_is_size(user) or _leads_to(user, ends) for user in node.users)
+    )
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), int | torch.SymInt | torch.Size)

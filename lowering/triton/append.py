@@ -1,0 +1,92 @@
+"""``kvpass::append`` in Triton: the append of a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvpass.format.parse import parse_plan
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.rope import Rope
+from kvpass.format.state import State
+from lowering.codegen import load_kernels
+from lowering.triton.heuristics import encode_tokens
+from lowering.triton.launch import launch
+from lowering.triton.layouts import (
+    capacity_tiles,
+    clip_factor,
+    decline_device,
+    decline_dtype,
+    decline_encoding,
+    decline_state,
+    encoded_heads,
+    layout_of,
+    row_stride,
+    stored,
+    symbolic,
+)
+
+
+def supports(
+    state: Sequence[Tensor],
+    new: Tensor,
+    plan: str,
+    rows: Tensor | None = None,
+    rope: str | None = None,
+) -> str | None:
+    """Why the kernels decline these arguments of ``kvpass::append``, or None."""
+    if symbolic(new.shape[2]):
+        return "the number of new tokens is symbolic"
+    if new.shape[2] > MAX_STEP:
+        return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
+    plan = str(stored(parse_plan(plan)))
+    if rows is not None and (reason := decline_dtype(rows, "a row of cosines and sines")):
+        return reason
+    return (
+        decline_device(new)
+        or decline_encoding(plan, int(new.shape[3]))
+        or decline_state(state, plan)
+    )
+
+
+def append(
+    state: list[Tensor],
+    new: Tensor,
+    plan: str,
+    rows: Tensor | None = None,
+    rope: str | None = None,
+) -> None:
+    """As `kvpass.ops.append.append`, for arguments that `supports` takes."""
+    batch, heads, steps, head_dim = new.shape
+    p, s = stored(parse_plan(plan)), State.of(state, plan)
+    layout = layout_of(str(p), head_dim)
+    sizes = {"NEW": steps, "WINDOW": p.residency.window, "FLUSH": p.residency.flush}
+    padded = 1 << (steps - 1).bit_length()
+    if new.stride(3) != 1:
+        new = new.contiguous()
+    arguments = [*state, new, capacity_tiles(s), new.stride(0), new.stride(1), new.stride(2)]
+    if rows is None or rope is None:
+        kernels = load_kernels("append", layout=layout)
+    else:
+        r = Rope.parse(rope)
+        turned = (r.start, r.stop, r.kind == "neighbours")
+        kernels = load_kernels("append", layout=layout, rope=turned)
+        rows = rows.contiguous()
+        arguments += [rows, row_stride(rows), rows.stride(1)]
+    if layout.whole_tokens:
+        together = encoded_heads(layout, heads)
+        launch(
+            kernels.append_step, (batch * (heads // together),), *arguments,
+            KV_HEADS=heads, HEADS=together, HEADS_PADDED=1 << (together - 1).bit_length(),
+            NEW_PADDED=padded, **sizes,
+        )  # fmt: skip
+    else:
+        tokens = encode_tokens(layout)
+        # The ring bounds how many tokens can be exact, and so how many can be due.
+        programs = max(1, -(-p.residency.due(layout.ring) // tokens))
+        launch(
+            kernels.append_step, (batch * heads, programs), *arguments, clip_factor(p),
+            KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **sizes,
+        )  # fmt: skip
+    launch(kernels.advance_ends, (batch,), s.segment_ends, **sizes)

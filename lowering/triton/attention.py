@@ -1,0 +1,188 @@
+"""``kvpass::attention`` in Triton: split-K decode attention and the merge of the splits."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.format.retention import MAX_STEP
+from kvpass.ops.attention import AttentionArguments
+from lowering.codegen import load_kernels
+from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
+from lowering.triton.launch import launch, on_nvidia
+from lowering.triton.layouts import (
+    capacity_tiles,
+    decline_codec,
+    decline_decoding,
+    decline_device,
+    decline_dtype,
+    decline_formats,
+    decline_state,
+    interpreted,
+    layout_of,
+    rotary_stride,
+    symbolic,
+)
+from lowering.triton.timing import time_attention
+from lowering.triton.tuning import (
+    Workload,
+    measurable,
+    nominal_batch,
+    nominal_capacity,
+    tuned_sizes,
+)
+from triton_templates import Layout, render
+
+_LOG2_E = math.log2(math.e)
+# Splits that the merge reads at a time.
+_MERGE_STEP = 16
+
+
+def supports(*args: Any, **kwargs: Any) -> str | None:
+    """Why the kernels decline these arguments of ``kvpass::attention``, or None."""
+    a = AttentionArguments(*args, **kwargs)
+    q, (keys, values) = a.q, a.states
+    k, v = keys.tokens, values.tokens
+    if symbolic(q.shape[2]):
+        return "the number of new tokens is symbolic"
+    if reason := decline_formats(q, keys, values):
+        return reason
+    if reason := decline_codec(a.k_plan) or decline_codec(a.v_plan):
+        return reason
+    layouts = layout_of(a.k_plan, int(k.shape[3])), layout_of(a.v_plan, int(v.shape[3]))
+    if _decodes(*layouts):
+        if reason := decline_decoding(a.k_plan, a.v_plan, *layouts):
+            return reason
+    elif layouts[0].lanewise:
+        return f"the groups of keys {a.k_plan} are too short at head_dim {k.shape[3]}"
+    if q.shape[2] > MAX_STEP and keys.plan.keep is not None:
+        return f"{q.shape[2]} new tokens are a prefill; a ring has room for {MAX_STEP}"
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    if rows > MAX_ROWS:
+        return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
+    if a.mask is not None and a.mask.dtype != torch.bool and decline_dtype(a.mask, "the mask"):
+        return decline_dtype(a.mask, "the mask")
+    return (
+        decline_device(q)
+        or decline_dtype(q, "the query")
+        or _prefixed("keys", decline_state(a.keys, a.k_plan))
+        or _prefixed("values", decline_state(a.values, a.v_plan))
+    )
+
+
+def _prefixed(name: str, reason: str | None) -> str | None:
+    return None if reason is None else f"{name}: {reason}"
+
+
+# triton_op reads the schema from the signature.
+def attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """As `kvpass.ops.attention.attention`, for arguments that `supports` takes."""
+    state = (q, keys, values, mask, scale, k_plan, v_plan)
+    a = AttentionArguments(*state, sinks, causal, window, softcap)
+    return attend(_sizes(a), *a)
+
+
+def _sizes(a: AttentionArguments) -> AttentionSizes:
+    """By measurement where there is a GPU, else by the table."""
+    q, (keys, values) = a.q, a.states
+    batch, heads, queries, head_dim = q.shape
+    kv_heads, value_dim = keys.tokens.shape[1], values.tokens.shape[3]
+    k, v = layout_of(a.k_plan, head_dim), layout_of(a.v_plan, value_dim)
+    rows, capacity = heads // kv_heads * queries, keys.capacity
+    table = attention_sizes(k, v, rows, batch * kv_heads, capacity, q)
+    if not measurable(q.device):
+        return table
+    workload = Workload(
+        a.k_plan, a.v_plan, head_dim, value_dim, q.dtype,
+        nominal_batch(batch), kv_heads, rows, nominal_capacity(capacity),
+    )  # fmt: skip
+    return tuned_sizes(
+        workload,
+        table,
+        q.device,
+        source=lambda sizes: render("attention", **_parameters(k, v, sizes)),
+        timer=partial(time_attention, attend),
+    )
+
+
+def _decodes(k: Layout, v: Layout) -> bool:
+    """Scales and minima cannot be left to the other operands of products."""
+    return k.decodes or v.decodes
+
+
+def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
+    """Of the template."""
+    tiles = {"tile": sizes.tile, "part": sizes.part, "edge_tile": sizes.edge_tile}
+    return {"k": k, "v": v, **tiles}
+
+
+def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
+    """`attention` with these sizes, on which the result does not depend but for rounding."""
+    a = AttentionArguments(*args, **kwargs)
+    q, mask, sinks, (keys, values) = a.q, a.mask, a.sinks, a.states
+    batch, heads, queries, head_dim = q.shape
+    kv_heads, value_dim = keys.tokens.shape[1], values.tokens.shape[3]
+    k, v = layout_of(a.k_plan, head_dim), layout_of(a.v_plan, value_dim)
+    rows = heads // kv_heads * queries
+    pairs = batch * kv_heads
+    kernels = load_kernels("attention", **_parameters(k, v, sizes))
+    turns: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    if _decodes(k, v):
+        splits, turns = sizes.splits + sizes.edge_splits, (rotary_stride(keys),)
+    else:
+        # Packed tokens beyond the last whole tile, each combination of packed and exact, and sinks.
+        edges = (1 if k.identity else 2) * (1 if v.identity else 2)
+        splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
+        kept = (keys.plan.keep or 0,)
+    partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
+    statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
+    out = q.new_empty((batch, heads, queries, value_dim))
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    kind, mask, mask_strides = _mask_arguments(q, mask)
+    if sinks is not None and (decline_dtype(sinks, "sinks") or not sinks.is_contiguous()):
+        sinks = sinks.float().contiguous()
+    launch(
+        kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
+        q, *a.keys, capacity_tiles(keys), *a.values, capacity_tiles(values), *turns, mask, partial,
+        statistics, q.stride(0), q.stride(1), q.stride(2), *mask_strides, a.scale * _LOG2_E,
+        a.softcap * _LOG2_E, a.window, *kept,
+        KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
+        SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
+        FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
+        CAUSAL=a.causal, WINDOWED=a.window > 0, CAPPED=a.softcap > 0,
+        INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages,
+        step_elements=sizes.tile * (head_dim + value_dim),
+    )  # fmt: skip
+    launch(
+        kernels.attention_merge, (pairs, rows),
+        partial, statistics, q if sinks is None else sinks, out,
+        KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, SPLITS=splits,
+        SPLITS_PADDED=1 << (splits - 1).bit_length(), STEP=_MERGE_STEP, SINKS=sinks is not None,
+    )  # fmt: skip
+    return out
+
+
+def _mask_arguments(q: Tensor, mask: Tensor | None) -> tuple[int, Tensor, tuple[int, ...]]:
+    """The kernel's ``MASK``, a tensor to pass, and its strides over ``[B, Hq, n, T]``."""
+    if mask is None:
+        return 0, q, (0, 0, 0, 0)
+    wide = mask.expand(*q.shape[:3], mask.shape[-1])
+    return (1 if mask.dtype == torch.bool else 2), wide, wide.stride()

@@ -1,0 +1,129 @@
+"""What every Triton provider needs to launch a generated kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import KernelError
+from lowering.triton.layouts import interpreted
+
+# Arguments of a launch that are options of the compiler, not of the kernel.
+OPTIONS = ("num_warps", "num_stages")
+# Triton looks whether this divides a number.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch.
+
+    Attributes:
+        kernel: Triton's function.
+        arguments: by name.
+        options: of the compiler.
+        step_elements: elements of keys and values that one round of the main loop reads; 0 where
+            that is not counted.
+        grid: of programs.
+    """
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    step_elements: int = 0
+    grid: tuple[int | torch.SymInt, ...] = ()
+
+    @property
+    def specialization(self) -> tuple[Any, ...]:
+        """What decides how the kernel is compiled when it is launched from Python."""
+        annotations = self.kernel.fn.__annotations__
+        told = (
+            _told(value, "constexpr" in str(annotations.get(name, "")))
+            for name, value in self.arguments.items()
+        )
+        return (self.kernel, *told, *self.options.items())
+
+    def compile(self) -> None:
+        """Compiles the kernel for the current device, without launching it."""
+        self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
+
+    def run(self) -> None:
+        """Launches it now, on the tensors that were recorded."""
+        self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def _told(value: Any, constant: bool) -> Any:
+    """What the compiler is told of an argument."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    if constant or not isinstance(value, int):
+        return value if constant else type(value)
+    return (value == 1, value % _ALIGNMENT == 0)
+
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("kvpass_recorded_launches", default=None)
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Inside, kernels are collected, not launched; with fake tensors nothing is computed at all."""
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
+
+
+def compile_ahead(call: Callable[[], object]) -> int:
+    """See `kvpass.backend.compile_ahead`."""
+    with record_launches() as launches:
+        call()
+    # Triton's compiler leaves Python to other threads; those that share a kernel and its constants
+    # find it compiled.
+    distinct = {launch.specialization: launch for launch in launches}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for launch, done in [(x, pool.submit(x.compile)) for x in distinct.values()]:
+            if (error := done.exception()) is not None:
+                name = launch.kernel.__name__
+                raise KernelError(f"Kernel {name} does not compile: {error}.") from error
+    return len(distinct)
+
+
+def recording() -> bool:
+    """Whether launches are collected, see `record_launches`."""
+    return _recorded.get() is not None
+
+
+def launch(
+    kernel: Any,
+    grid: Sequence[int | torch.SymInt],
+    *args: Any,
+    step_elements: int = 0,
+    **kwargs: Any,
+) -> None:
+    """Runs a generated kernel; where it is traced, Inductor sees the kernel and inlines it.
+
+    ``step_elements`` is only recorded, see `Launch`.
+    """
+    recorded = _recorded.get()
+    if recorded is not None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        positional = dict(zip(kernel.arg_names, args, strict=False))
+        recorded.append(Launch(kernel, positional | kwargs, options, step_elements, tuple(grid)))
+        return
+    callee = kernel if interpreted() else torch.library.wrap_triton(kernel)
+    callee[tuple(grid)](*args, **kwargs)
+
+
+def on_nvidia() -> bool:
+    """The kernels may use PTX."""
+    return torch.version.hip is None and not interpreted()

@@ -1,0 +1,92 @@
+"""What one attention layer launches, recorded for inspection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass._torch import symbolic_mode, symbolic_size
+from kvpass.errors import KernelError
+from kvpass.format.parse import parse_plan
+from kvpass.format.rope import Rope
+from kvpass.ops.pack import pack_fake
+from kvpass.ops.rotary import pack_rotary_fake
+from lowering.triton import append, attention, pack, unpack
+from lowering.triton.launch import Launch, record_launches
+
+# Sizes that do not change the kernels: tokens of the prompt, and KV heads (but where groups or
+# outliers are those of several).
+_TOKENS = 4096
+KV_HEADS = 8
+
+
+def layer_launches(
+    k_plan: str,
+    v_plan: str,
+    *,
+    key_dim: int,
+    value_dim: int,
+    heads_per_group: int,
+    dtype: torch.dtype = torch.float16,
+    with_sinks: bool = False,
+    **variant: Any,
+) -> list[Launch]:
+    """What a layer launches for a prompt, for one decode step, and for a second prompt.
+
+    Tensors are fake. Lengths are numbers that kernels are told at each launch, as they are of
+    caches that grow; those of static caches (plans with ``room``) are known.
+
+    Args:
+        k_plan, v_plan: printed plans.
+        key_dim, value_dim: channels of a head.
+        heads_per_group: query heads that share a KV head.
+        dtype: of the model.
+        with_sinks: attention has sinks.
+        variant: more arguments of ``kvpass::attention``: ``causal``, ``window``, ``softcap``.
+
+    Raises:
+        KernelError: if a kernel declines these arguments.
+    """
+    mode = symbolic_mode()
+    with mode, record_launches() as launches:
+        tokens: Any = _TOKENS
+        if parse_plan(k_plan).room is None:
+            tokens = symbolic_size(mode, "tokens", _TOKENS)
+        keys = _state(k_plan, tokens, key_dim, dtype, turned=True)
+        values = _state(v_plan, tokens, value_dim, dtype)
+        heads = KV_HEADS * heads_per_group
+        q = keys[0].new_empty(1, heads, 1, key_dim, dtype=dtype)
+        sinks = q.new_empty(heads) if with_sinks else None
+        arguments = (q, keys, values, None, 1.0, k_plan, v_plan, sinks)
+        _require("attention", attention.supports(*arguments, **variant))
+        attention.attention(*arguments, **variant)
+    return launches
+
+
+def _state(
+    plan: str, tokens: int, dim: int, dtype: torch.dtype, turned: bool = False
+) -> list[Tensor]:
+    """The state after a prompt and a decode step, whose token is ``turned`` when it is stored or
+    read; their kernels and that of `unpack` are recorded."""
+    x = torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
+    p = parse_plan(plan)
+    _require("pack", pack.supports(x, plan))
+    pack.pack(x, plan)
+    state = pack_fake(x, plan)
+    rotary = (x.new_empty(1, 1, dim), str(Rope("halves", 0, dim)))
+    step = (state, x.new_empty(1, KV_HEADS, 1, dim), plan)
+    append.append(*step, *(rotary if turned and p.rope is None else ()))
+    if p.rope is not None:
+        rows = x.new_empty(1, tokens, p.rope.channels)
+        state.append(pack_rotary_fake(rows, plan))
+    length = p.logical(tokens + 1)
+    _require("unpack", unpack.supports(state, length, plan, dtype))
+    unpack.unpack(state, length, plan, dtype)
+    return state
+
+
+def _require(op: str, reason: str | None) -> None:
+    if reason is not None:
+        raise KernelError(f"The kernel of kvpass::{op} cannot be used: {reason}.")

@@ -1,0 +1,76 @@
+"""``kvpass::pack`` in Triton: the state of a first prompt."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import empty_state
+from lowering.codegen import load_kernels
+from lowering.triton.heuristics import COPIED_TOKENS, encode_tokens
+from lowering.triton.launch import launch
+from lowering.triton.layouts import (
+    capacity_tiles,
+    clip_factor,
+    decline_device,
+    decline_dtype,
+    decline_encoding,
+    decline_pairs,
+    encoded_heads,
+    layout_of,
+    stored,
+    unbounded,
+)
+
+
+def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
+    """Why the kernel declines these arguments of ``kvpass::pack``, or None."""
+    plan = str(stored(parse_plan(plan)))
+    return (
+        decline_device(new)
+        or decline_encoding(plan, int(new.shape[3]))
+        or decline_dtype(new, "the cache")
+        or decline_pairs(new)
+        or layout_of(plan, int(new.shape[3])).misfit()
+    )
+
+
+def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
+    """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
+    p = parse_plan(plan)
+    skipped = p.skipped(new.shape[2])
+    # Not a slice: slicing a fake tensor asks for the GPU that it pretends to be on.
+    new = new.narrow(2, skipped, new.shape[2] - skipped)
+    batch, heads, length, head_dim = new.shape
+    # A first prompt has room for what is packed of it: positions are slots.
+    layout = layout_of(str(unbounded(stored(p))), head_dim)
+    packed = p.packed(length)
+    state = empty_state(new, p, packed)
+    kernels = load_kernels("pack", layout=layout)
+    # Where tokens are packed at all, fewer than a flush beyond the window stay exact behind sinks.
+    tail = 0 if layout.identity else p.sinks + p.residency.window + p.residency.flush - 1
+    tail_programs = -(-tail // COPIED_TOKENS)
+    if new.stride(3) != 1:
+        new = new.contiguous()
+    strides = (new.stride(0), new.stride(1), new.stride(2))
+    arguments = (*state.tensors, new, capacity_tiles(state), *strides)
+    if layout.whole_tokens:
+        # One program at least says how long sequences are.
+        tokens, programs = COPIED_TOKENS, max(1, tail_programs)
+    else:
+        tokens = COPIED_TOKENS if layout.identity else encode_tokens(layout)
+        programs = tail_programs + -(-packed // tokens)
+    launch(
+        kernels.pack_prompt, (programs, batch * heads), *arguments, length, packed, clip_factor(p),
+        KV_HEADS=heads, TOKENS=tokens, TAIL_PROGRAMS=tail_programs, COPIED=COPIED_TOKENS,
+        CLIPPED=p.codec.clip != 1,
+    )  # fmt: skip
+    if layout.whole_tokens:
+        together = encoded_heads(layout, heads)
+        if ranges is not None:
+            state.qparams.copy_(ranges)
+        launch(
+            kernels.pack_tokens, (packed, batch * (heads // together)), *arguments,
+            KV_HEADS=heads, HEADS=together, HEADS_PADDED=1 << (together - 1).bit_length(),
+        )  # fmt: skip
+    return state.tensors

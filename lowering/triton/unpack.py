@@ -1,0 +1,63 @@
+"""``kvpass::unpack`` in Triton: a packed cache tensor as plain tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import State
+from lowering.codegen import load_kernels
+from lowering.triton.heuristics import decode_tokens
+from lowering.triton.launch import launch, on_nvidia
+from lowering.triton.layouts import (
+    capacity_tiles,
+    decline_conversion,
+    decline_device,
+    decline_pairs,
+    decline_state,
+    exact_tokens,
+    layout_of,
+    rotary_stride,
+)
+
+
+def supports(
+    state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
+) -> str | None:
+    """Why the kernel declines these arguments of ``kvpass::unpack``, or None."""
+    exact, p = exact_tokens(state, plan), parse_plan(plan)
+    if p.rope is not None and p.keep is not None:
+        return "a rotary embedding is not supported where a window slides"
+    return (
+        decline_conversion(exact, dtype)
+        or decline_device(exact)
+        or decline_pairs(exact)
+        or decline_state(state, plan)
+    )
+
+
+def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
+    """As `kvpass.ops.unpack.unpack`, for arguments that `supports` takes.
+
+    Each sequence of the batch has its own segment ends; a sequence of fewer than ``tokens`` tokens
+    ends in zeros.
+    """
+    exact = exact_tokens(state, plan)
+    batch, heads, _, head_dim = exact.shape
+    layout = layout_of(plan, head_dim)
+    kernels = load_kernels("unpack", layout=layout)
+    size = decode_tokens(layout)
+    out = exact.new_empty((batch, heads, tokens, head_dim))
+    # The last tokens of a sliding window may begin within what one program decodes; sinks have
+    # programs of their own.
+    programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
+    named = State.of(state, plan)
+    launch(
+        kernels.unpack_tokens, (programs, batch * heads),
+        *state, out, capacity_tiles(named), rotary_stride(named), tokens,
+        KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
+    )  # fmt: skip
+    return out

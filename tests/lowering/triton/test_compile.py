@@ -1,0 +1,146 @@
+"""Every kernel that the presets need, compiled for two GPU generations on a machine without one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from kvpass._torch import FakeTensorMode
+from kvpass.errors import KernelError
+from kvpass.ops.pack import pack_fake
+from lowering.triton import inspection, layouts, pack, unpack
+from lowering.triton.launch import Launch, record_launches
+from lowering.triton.layer import layer_launches
+
+PRESETS = {
+    "fp": ("fp", "fp"),
+    "kivi-2bit": ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
+    "kivi-4bit": ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
+}
+# (More of attention: test_gates.py; other head dimensions: below, and in test_tuning.py.)
+TARGETS = {"fp": 90, "kivi-4bit": 80}
+# The most that a thread can have.
+MOST_REGISTERS = 255
+
+
+# What a layer with a sliding window, a cap and sinks needs beside its `PRESETS`.
+KEEP = "/keep=1023"
+VARIANT = {"causal": True, "window": 1024, "softcap": 30.0, "with_sinks": True}
+
+
+def launches(plans: tuple[str, str], head_dim: int, **variant: Any) -> list[Launch]:
+    """What one layer launches in a prompt and in a decode step."""
+    dims = {"key_dim": head_dim, "value_dim": head_dim}
+    return layer_launches(*plans, **dims, heads_per_group=4, **variant)
+
+
+def reports_without_spills(
+    plans: tuple[str, str], head_dim: int, capability: int, **variant: Any
+) -> list[inspection.KernelReport]:
+    """What a layer's kernels become; those of attention multiply on tensor cores."""
+    reports = [
+        inspection.inspect_launch(x, capability) for x in launches(plans, head_dim, **variant)
+    ]
+    for report in reports:
+        assert not report.spills, report.name
+        assert report.registers <= MOST_REGISTERS
+        if report.name == "attention_split":
+            assert report.tensor_core_instructions > 0
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("preset", "sliding", "head_dim", "capability"),
+    [*((preset, False, 128, capability) for preset, capability in TARGETS.items()),
+     ("kivi-2bit", True, 128, 90), ("fp", True, 64, 80)],
+)  # fmt: skip
+def test_preset_compiles_without_spills(preset, sliding, head_dim, capability, capsys):
+    plans = tuple(plan + KEEP if sliding else plan for plan in PRESETS[preset])
+    variant = VARIANT if sliding else {}
+    reports = reports_without_spills(plans, head_dim, capability, **variant)
+    with capsys.disabled():
+        for r in reports:
+            print(f"\n{preset} D={head_dim} sm_{capability} {r.name}: {r.registers} registers, "
+                  f"{r.shared} bytes shared", end="")  # fmt: skip
+    split = next(r for r in reports if r.name == "attention_split")
+    assert not any(loop["I2F"] for loop in inspection.loops(split.sass))
+    # A ring's first slot is found once, with a division, which goes through floats.
+    assert sliding or split.instructions["I2F"] == 0
+
+
+@pytest.mark.parametrize(("k", "v", "head_dim", "capability"), [
+    (
+        "int2.token64.fp8.clip0.9/sinks=5,window=128,flush=1",
+        "int1.5.token64.slots.fp8/sinks=5,window=128,flush=1", 64, 80,
+    ),
+    ("int3.channel32/window=0,flush=128", "int3.token32/window=128,flush=1", 128, 90),
+])  # fmt: skip
+def test_formats_of_no_preset_compile_without_spills(k, v, head_dim, capability):
+    reports_without_spills((k, v), head_dim, capability)
+
+
+@pytest.mark.parametrize(("codec", "head_dim", "capability"), [
+    ("int2.channel128", 80, 80), ("int4.token16", 80, 90), ("int8.token32", 96, 80),
+    ("int8.channel64", 256, 90),
+])  # fmt: skip
+def test_unpack_compiles_without_spills(codec, head_dim, capability):
+    """Pad lanes, a scale for each lane, and the widest tiles, in fp32."""
+    report = inspection.inspect_launch(unpack_launch(codec, head_dim, torch.float32), capability)
+    assert not report.spills
+    assert report.instructions["I2F"] == report.instructions["I2FP"] == 0
+
+
+@pytest.mark.parametrize("capability", inspection.CAPABILITIES)
+def test_unpack_rounds_to_bf16(capability):
+    """To nearest, as the reference does; Triton's interpreter, which truncates, cannot show it."""
+    report = inspection.inspect_launch(
+        unpack_launch("int4.channel32", 64, torch.bfloat16), capability
+    )
+    roundings = set(re.findall(r"F2FP\S*", report.sass))
+    assert roundings
+    assert not [name for name in roundings if ".RZ" in name or "BF16" not in name]
+
+
+def unpack_launch(codec: str, head_dim: int, dtype: torch.dtype) -> Launch:
+    """The launch that decodes a state of 4097 tokens."""
+    plan = f"{codec}/window=0,flush=128"
+    with FakeTensorMode(), record_launches() as recorded:
+        x = torch.empty(1, 8, 4097, head_dim, dtype=dtype, device="cuda")
+        state = pack_fake(x, plan)
+        assert unpack.supports(state, 4097, plan, dtype) is None
+        unpack.unpack(state, 4097, plan, dtype)
+    return recorded[0]
+
+
+def test_long_prompts_fit_into_a_grid():
+    """CUDA takes 65,535 programs in all but the first dimension of a grid."""
+    tokens = 4_300_000
+    with FakeTensorMode(), record_launches() as recorded:
+        for plan in PRESETS["kivi-2bit"]:
+            x = torch.empty(1, 8, tokens, 64, dtype=torch.float16, device="cuda")
+            pack.pack(x, plan)
+            unpack.unpack(pack_fake(x, plan), tokens, plan, x.dtype)
+    assert len(recorded) == 4
+    for launch in recorded:
+        assert launch.grid[0] >= tokens // 128
+        assert all(size < 65_536 for size in launch.grid[1:])
+    wide = torch.empty(8192, 8, 4, 64, dtype=torch.float16, device="meta")
+    assert layouts.decline_pairs(wide) == "the batch has 65536 heads; the kernels take 65535"
+
+
+def test_the_disassembler_is_missing(monkeypatch):
+    inspection.tool.cache_clear()
+    monkeypatch.setattr("triton.__file__", "/nowhere/triton/__init__.py")
+    with pytest.raises(KernelError, match=r"cuobjdump is missing in this build of Triton"):
+        inspection.tool("cuobjdump")
+    inspection.tool.cache_clear()
+
+
+def test_a_kernel_that_does_not_compile_is_named():
+    recorded = launches(PRESETS["fp"], 64)[-1]
+    broken = Launch(recorded.kernel, recorded.arguments | {"SPLITS_PADDED": 3}, {})
+    with pytest.raises(KernelError, match=r"Kernel attention_merge in .*\.py does not compile"):
+        inspection.inspect_launch(broken, 90)

@@ -1,0 +1,196 @@
+"""Static gates of decode attention: what its machine code must look like, for two GPU generations.
+
+Instructions per element: all instructions between the main loop's label and its last branch back,
+times the threads of a program, over the elements of keys *and* values of a tile; branches count
+with both sides.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from kvpass.bench.plans import layer_plan
+from kvpass.recipes import RECIPES, Auto, Cocktail, Kvmix, Kvquant, recipe
+from lowering.triton.inspection import (
+    CAPABILITIES,
+    inspect_launch,
+    instruction_budget,
+    loops,
+    matrix_products,
+)
+from lowering.triton.layer import KV_HEADS, layer_launches
+from lowering.triton.layouts import layout_of
+
+HEAD_DIM = 128
+HEADS_PER_GROUP = 4
+SINKS = "/sinks=5,window=128,flush=1"
+# Bounds on instructions per element, a few percent above the higher of both generations, so that
+# another patch release of Triton passes and another kernel does not.
+BOUNDS = {
+    ("fp", "fp"): 1.05,
+    ("int4.channel32/window=0,flush=128", "int4.token128/window=128,flush=1"): 2.08,
+    ("int2.channel128/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.42,
+    ("int2.channel32/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.83,
+    # kivi-2bit and kivi-4bit
+    ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.06,
+    ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.30,
+    # More bits for the important layers of kvmix.
+    ("int3.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.70,
+    ("int2.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.25,
+    ("int3.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.63,
+    # Keys and values of one kind, with sinks.
+    (f"int2.token128.fp8{SINKS}", f"int2.token128.fp8{SINKS}"): 1.53,
+    (f"int2.token128.fp8{SINKS}", f"int1.5.token128.slots.fp8{SINKS}"): 1.53,
+}
+
+
+KIVI = (
+    ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
+    ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
+)
+BOUNDED = {"causal": True, "window": 1024}
+CAPPED = {"softcap": 30.0, "with_sinks": True}
+# The same for variants of attention: what plans keep, arguments, and a bound for the first of
+# `KIVI`.
+VARIANTS = {
+    "bounds": ("", BOUNDED, 2.05),
+    "all": ("/keep=1023", BOUNDED | CAPPED, 2.62),
+}
+
+
+def budget(plans: tuple[str, str], capability: int) -> float:
+    k, v = (layout_of(plan, HEAD_DIM) for plan in plans)
+    return instruction_budget(k, v, capability)
+
+
+# Formats that are decoded before they are multiplied, all over their budget of 2 to 4: a code is
+# looked up in a table (2 to 4 instructions an element of keys and values), keys are scaled and
+# turned in half precision (2 of keys), and an outlier is compared with all channels of its head (2
+# to 3 for each of a token; counted are the two that are always looked for, and a third). Cheaper
+# would be levels that are multiples of few numbers, and outliers sorted by head. Bytes of stack
+# hold what loops over the last few tokens share, and with outliers some of the main loop, too.
+CALIBRATED = {
+    "kvquant-nuq4": (7.6, 16),
+    "kvquant-nuq3": (6.3, 16),
+    "kvquant-nuq2": (5.2, 16),
+    "kvquant-nuq4-1%": (25.2, 440),
+    "kvquant-nuq3-1%": (18.2, 440),
+    "kvquant-nuq2-1%": (17.8, 440),
+}
+
+
+def test_the_formats_of_every_recipe_have_a_bound():
+    for name in RECIPES:
+        known = recipe(name)
+        if isinstance(known, Kvquant):
+            assert name in CALIBRATED
+            continue
+        if isinstance(known, Auto):
+            # Mixes formats of the others.
+            continue
+        if isinstance(known, Cocktail):
+            # No kernel of a GPU takes it yet.
+            continue
+        if isinstance(known, Kvmix):
+            keys = {f"int{b}.channel32" for b in (known.key_bits, known.more_key_bits)}
+            values = {f"int{b}.token32" for b in (known.value_bits, known.more_value_bits)}
+            for k, v in product(keys, values):
+                assert (f"{k}/window=0,flush=128", f"{v}/window=128,flush=1") in BOUNDS, name
+            continue
+        if known.calibrated:
+            # Orders change no kernel of attention, and clips only those that write.
+            known = recipe(name, clip=False, reorder=False, slots=True)
+        plan = known.layer_plan("*", HEAD_DIM, HEAD_DIM)
+        assert (str(plan.keys), str(plan.values)) in BOUNDS, name
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_no_bound_is_over_its_budget(capability):
+    over = [plans for plans, bound in BOUNDS.items() if bound > budget(plans, capability)]
+    assert over == []
+
+
+@pytest.mark.parametrize(("plans", "expected"), [
+    (("fp", "fp"), 15.58),
+    (("int4.channel32/window=0,flush=128", "int4.token128/window=128,flush=1"), 4.50),
+    (("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"), 2.92),
+])  # fmt: skip
+def test_budget(plans, expected):
+    """Bytes of an element times 33.5 / 4.3, e.g. 512 B / 256 * 7.79 for fp."""
+    assert budget(plans, 90) == pytest.approx(expected, abs=0.005)
+
+
+# Each takes many seconds to compile: the default for both generations, the rest for one.
+OF_BOTH = {("fp", "fp"), KIVI[1]}
+LOOPS = [(x, c) for x in BOUNDS for c in CAPABILITIES if c == 90 or x in OF_BOTH]
+
+
+@pytest.mark.parametrize(("plans", "capability"), LOOPS, ids=str)
+def test_main_loop(plans, capability):
+    check_main_loop(plans, capability, BOUNDS[plans])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_main_loop_of_variants(name):
+    keep, variant, bound = VARIANTS[name]
+    plans = KIVI[0][0] + keep, KIVI[0][1] + keep
+    assert bound <= budget(plans, 90)
+    check_main_loop(plans, 90, bound, **variant)
+
+
+def check_main_loop(plans, capability, bound, **variant):
+    report = main_loop(plans, capability, **variant)
+    assert not report.spills
+    # Codes become numbers by masking.
+    assert report.main_loop["I2F"] == report.main_loop["I2FP"] == 0
+    assert report.per_element <= bound
+
+
+def main_loop(plans, capability, **variant):
+    """The report of attention, whose main loop reads what was copied to shared memory before."""
+    launches = layer_launches(
+        *plans, key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS_PER_GROUP, **variant
+    )
+    (launch,) = (x for x in launches if x.step_elements)
+    report = inspect_launch(launch, capability)
+    assert report.per_element is not None, "no main loop was found"
+    assert matrix_products(report.main_loop) > 0
+    assert report.main_loop["LDG"] == 0
+    return report
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_main_loop_of_calibrated_formats(name):
+    bound, stack = CALIBRATED[name]
+    x = torch.randn(1, KV_HEADS, 64, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    plan = layer_plan(name, x, x)
+    k, v = (layout_of(str(p), HEAD_DIM) for p in (plan.keys, plan.values))
+    assert bound > instruction_budget(k, v, 90, KV_HEADS), "write down no reason"
+    report = main_loop((str(plan.keys), str(plan.values)), 90)
+    assert report.per_element <= bound
+    assert report.stack <= stack
+    assert "%" in name or report.main_loop["LDL"] == report.main_loop["STL"] == 0
+
+
+SASS = """
+        /*0000*/                   LDG.E R2, [R2.64] ;
+.L_x_1:
+        /*0010*/              @!P0 LDGSTS.E.128 [R3], [R4.64] ;
+        /*0020*/               @P1 BRA `(.L_x_2) ;
+        /*0030*/                   HMMA.16816.F32 R8, R4, R2, R8 ;
+.L_x_2:
+        /*0040*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+.L_x_3:
+        /*0070*/                   BRA `(.L_x_3);
+"""
+
+
+def test_loops_are_backward_branches():
+    first, trap = loops(SASS)
+    assert first == {"LDGSTS": 1, "BRA": 2, "HMMA": 1, "IADD3": 1}
+    assert trap == {"BRA": 1}
