@@ -31,7 +31,7 @@ def variance(tokens: Tensor) -> Tensor:
 def with_filter(plan: kvpass.Plan, name: str, kept: int) -> kvpass.Plan:
     """``plan`` for all layers, with ``kept`` tokens of every KV head that stay exact."""
     keys, values = (
-        replace(tensor, residency=replace(tensor.residency, filter=name, kept=kept))
+        replace(tensor, retention=replace(tensor.retention, filter=name, retained=kept))
         for tensor in (plan.default.keys, plan.default.values)
     )
     return kvpass.Plan(replace(plan.default, keys=keys, values=values))

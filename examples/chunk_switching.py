@@ -36,7 +36,7 @@ from kvpass.bench.timing import Contender, copy_bandwidth, measure, relative_err
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import FP
 from kvpass.format.quantize import encode
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.attention import AttentionArguments
 from kvpass.plan import LayerPlan
@@ -87,7 +87,7 @@ def runs_of(plan: LayerPlan, k: Tensor, v: Tensor) -> list[Run]:
 def packed_run(plan: LayerPlan, level: int, k: Tensor, v: Tensor, at: int) -> Run:
     """Tokens from position ``at`` on, in the bits of a level."""
     codecs = plan.keys.codecs[level], plan.values.codecs[level]
-    keys, values = (str(TensorPlan(c, Residency(0, c.token_group))) for c in codecs)
+    keys, values = (str(TensorPlan(c, RetentionPolicy(0, c.token_group))) for c in codecs)
     tensors = list(encode(codecs[0], k)), list(encode(codecs[1], v))
     places = torch.arange(at, at + k.shape[2], dtype=torch.int32).unsqueeze(0)
     return Run((keys, values), tensors, places)

@@ -6,7 +6,7 @@
 
 Shows how relevant each chunk of a document is, the bits it gets, and what that does to the cache
 and to the answer of the small model shipped beside this file. ``--table`` asks many questions, over
-chunk sizes, thresholds and levels (the paper's table III and figure 7).
+chunk sizes, thresholds and bits (the paper's table III and figure 7).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ WIDTH = 64
 # About each document.
 QUESTIONS = 24
 # The paper's (section IV-B).
-PAPER: dict[str, Any] = {"chunk": 32, "alpha": 0.6, "beta": 0.1, "levels": (2, 4, 16)}
+PAPER: dict[str, Any] = {"chunk": 32, "alpha": 0.6, "beta": 0.1, "bits": (2, 4, 16)}
 SWEEPS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("chunk", (8, 16, 32, 64, 128, 256)),
     ("alpha", (0.2, 0.4, 0.8)),
     ("beta", (0.0, 0.2, 0.4)),
-    ("levels", ((3, 4, 16),)),
+    ("bits", ((3, 4, 16),)),
 )
 COMPARED = ("kivi-4bit", "kivi-2bit")
 # The recipe's ``clip``. Chosen on documents 0 to 11, of which the table asks nothing.
@@ -230,7 +230,7 @@ class Table:
             ends: the recipe's ``clip``.
             all_low: without the search, all chunks get the fewest bits.
         """
-        kept = {name: options[name] for name in ("chunk", "levels")}
+        kept = {name: options[name] for name in ("chunk", "bits")}
         plan = kvpass.recipe("cocktail", **kept, clip=ends).plan(self.config)
         right, stored = [], []
         for read, i in product(self.read, range(QUESTIONS)):
@@ -243,7 +243,7 @@ class Table:
                 **options,
             )
             if all_low:
-                bits = replace(bits, bits=((options["levels"][0],) * len(bits.bits[0]),))
+                bits = replace(bits, bits=((options["bits"][0],) * len(bits.bits[0]),))
             cache = kvpass.oracle_cache(plan, self.config, self.model)
             with kvpass.cocktail.use(bits):
                 for layer, kept in enumerate(read.cache.layers):
@@ -270,7 +270,7 @@ def bits_stored(
     layer, stored = plan.layer_at(0), 0.0
     for tensor in (layer.keys, layer.values):
         if chunks is None:
-            packed = {tensor.codec: tensor.residency.due(tokens)}
+            packed = {tensor.codec: tensor.retention.due(tokens)}
         else:
             codecs = {codec.bits: codec for codec in tensor.codecs if not codec.identity}
             widths = Counter(chunks.bits[0])
@@ -293,12 +293,12 @@ def show_table(args: argparse.Namespace) -> None:
     for name in ("fp", *COMPARED):
         print(table.uniform(name, kvpass.recipe(name)), flush=True)
     for low in (2, 3, 4):
-        options = PAPER | {"levels": (low, 8, 16)}
+        options = PAPER | {"bits": (low, 8, 16)}
         print(table.searched(f"all chunks in {low} bits", options, all_low=True), flush=True)
     print(table.searched("the same, 2, clipped", PAPER, CLIP, all_low=True), flush=True)
     for field, values in SWEEPS:
         for value, ends in product(values, (1.0, CLIP)):
-            shown = "/".join(map(str, value)) if field == "levels" else value
+            shown = "/".join(map(str, value)) if field == "bits" else value
             name = f"{field} {shown}" + ", clipped" * (ends < 1)
             print(table.searched(name, PAPER | {field: value}, ends), flush=True)
 

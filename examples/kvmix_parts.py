@@ -36,7 +36,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def residencies(ratios: Sequence[float]) -> list[tuple[str, dict[str, Any]]]:
+def retentions(ratios: Sequence[float]) -> list[tuple[str, dict[str, Any]]]:
     """Options of the recipe, by name: fixed windows, then each rule at each ratio."""
     windows: list[tuple[str, dict[str, Any]]] = [
         (f"window {tokens}", {"residual": tokens}) for tokens in (32, 128)
@@ -53,7 +53,7 @@ def exact_tokens(plan: kvpass.TensorPlan, prompt: int, steps: int) -> tuple[int,
     packed = plan.packed(prompt)
     first = prompt - packed
     for total in range(prompt, prompt + steps):
-        packed += plan.residency.due(total - packed, packed)
+        packed += plan.retention.due(total - packed, packed)
     return first, prompt + steps - packed
 
 
@@ -87,8 +87,8 @@ def show_packing(bench: Bench) -> None:
     print(f"{'head dimension':16}" + f"{'3-bit':>7}{'11':>7}" + f"{'3-bit':>10}{'11':>10}" * 2)
     for dim in DIMS:
         codecs = [
-            (kvpass.Codec(3, "channel", 32, elevens=elevens),
-             kvpass.Codec(3, "token", math.gcd(32, dim), elevens=elevens))
+            (kvpass.Codec(3, "channel", 32, pack11=elevens),
+             kvpass.Codec(3, "token", math.gcd(32, dim), pack11=elevens))
             for elevens in (False, True)
         ]  # fmt: skip
         row = "".join(f"{2 * k.words.count(dim):>7}" for k, _ in codecs)
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = Bench(args)
     bench.show_plain()
     print(f"{HEADER}{'exact at first':>16}{'at last':>9}", flush=True)
-    for name, fields in tqdm(residencies(args.ratios), desc="exact tokens", leave=False):
+    for name, fields in tqdm(retentions(args.ratios), desc="exact tokens", leave=False):
         plan = bench.plan(kvpass.recipe("kvmix", share=SHARE, **fields))
         first, last = held(plan, bench.model.config.num_hidden_layers)
         tqdm.write(f"{bench.row(name, plan)}{first:>16.1f}{last:>9.1f}")

@@ -38,7 +38,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def per_token(bits: int, channels: int) -> kvpass.Plan:
     """Keys and values in one group per token, of all heads; the first token stays exact."""
     codec = kvpass.Codec(bits, "token", channels)
-    tensor = kvpass.TensorPlan(codec, kvpass.Residency(sinks=1))
+    tensor = kvpass.TensorPlan(codec, kvpass.RetentionPolicy(sinks=1))
     return kvpass.Plan(kvpass.LayerPlan(tensor, tensor))
 
 

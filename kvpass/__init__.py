@@ -6,6 +6,7 @@ bits.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kvpass.format.filters import register_filter as register_filter
     from kvpass.format.order import ChannelOrder as ChannelOrder
     from kvpass.format.ranges import ChannelRanges as ChannelRanges
-    from kvpass.format.retention import Residency as Residency
+    from kvpass.format.retention import RetentionPolicy as RetentionPolicy
     from kvpass.format.tensor_plan import Segment as Segment
     from kvpass.format.tensor_plan import TensorPlan as TensorPlan
     from kvpass.inplace import fold_inplace as fold_inplace
@@ -54,7 +55,7 @@ _HOMES = {
     "PackedKV": "kvpass.tensor.packed",
     "Plan": "kvpass.plan",
     "Recipe": "kvpass.recipes",
-    "Residency": "kvpass.format.retention",
+    "RetentionPolicy": "kvpass.format.retention",
     "Rule": "kvpass.rules",
     "Scores": "kvpass.calibration.scores",
     "Segment": "kvpass.format.tensor_plan",
@@ -73,12 +74,21 @@ _HOMES = {
     "sensitivities": "kvpass.calibration.sensitivity",
 }
 _MODULES = ("backend", "cocktail", "evaluate")
+_RENAMED = {"Residency": "RetentionPolicy"}
 __all__ = [*_MODULES, *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"kvpass.{name}")
+    if name in _RENAMED:
+        warnings.warn(
+            f"kvpass.{name} is called kvpass.{_RENAMED[name]} now; the old name is understood by "
+            "this release only.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        name = _RENAMED[name]
     if name not in _HOMES:
         raise AttributeError(f"module 'kvpass' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

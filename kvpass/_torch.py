@@ -52,7 +52,7 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
-def assert_soon(condition: Tensor) -> None:
+def assert_async(condition: Tensor) -> None:
     """Raises if ``condition`` is False; on a GPU later, without waiting for it."""
     torch._assert_async(condition)
 

@@ -27,9 +27,9 @@ from kvpass._torch import (
 from kvpass.errors import OptionError, UnmatchedGraphError, unknown
 from kvpass.fingerprint import check_weights
 from kvpass.graph.analysis.sites import Sites, find_sites, module_path
-from kvpass.graph.bind.state import bind_state
 from kvpass.graph.bind.binding import Binding
 from kvpass.graph.bind.capture import capture_obstacle, makes_cache
+from kvpass.graph.bind.state import bind_state
 from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe

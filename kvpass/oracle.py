@@ -49,13 +49,13 @@ class RotaryTables:
         if not found:
             return None
         code = sys.modules[type(found[0]).__module__]
-        turned = code.rotate_half(torch.arange(4)).tolist() if hasattr(code, "rotate_half") else []
+        rotated = code.rotate_half(torch.arange(4)).tolist() if hasattr(code, "rotate_half") else []
         kinds = {(-2, -3, 0, 1): "halves", (-1, 0, -3, 2): "neighbours"}
-        if len(found) > 1 or tuple(turned) not in kinds:
+        if len(found) > 1 or tuple(rotated) not in kinds:
             raise OptionError(
                 f"The rotary embeddings of {type(model).__name__} are not known to the oracle."
             )
-        return RotaryTables(found[0], kinds[tuple(turned)])
+        return RotaryTables(found[0], kinds[tuple(rotated)])
 
     def __deepcopy__(self, memo: Any) -> RotaryTables:
         """Copies of a cache are used by the same model."""
@@ -167,8 +167,8 @@ class OracleLayer(DynamicLayer):
 
     def _round_due(self, name: str, stored: Tensor) -> Tensor:
         plan: TensorPlan = getattr(self.plan, name)
-        first = max(self.packed[name], plan.residency.sinks)
-        due = plan.residency.due(stored.shape[2] - first, first - plan.residency.sinks)
+        first = max(self.packed[name], plan.retention.sinks)
+        due = plan.retention.due(stored.shape[2] - first, first - plan.retention.sinks)
         if plan.codec.identity or due == 0:
             return stored
         order = self.plan.key_order if name == "keys" else self.plan.value_order
@@ -183,18 +183,21 @@ class OracleLayer(DynamicLayer):
         rounded = fake_quantize(plan.codec, exact, params).to(stored.dtype)
         if turns is not None and rows is not None:
             rounded = turns.turn(rounded, rows)
-        if plan.residency.filter is not None:
-            rounded, first = self._filtered(name, plan, exact, rounded), plan.residency.sinks
+        if plan.retention.filter is not None:
+            rounded, first = self._filtered(name, plan, exact, rounded), plan.retention.sinks
         rounded = rounded if order is None else order.restore(rounded)
         end = self.packed[name] = first + rounded.shape[2]
         return torch.cat([stored[:, :, :first], rounded, stored[:, :, end:]], dim=2)
 
     def _filtered(self, name: str, plan: TensorPlan, exact: Tensor, rounded: Tensor) -> Tensor:
         """All packed tokens, after ``exact`` ones have joined them, which are ``rounded``."""
-        assert plan.residency.filter is not None
+        assert plan.retention.filter is not None
         before = self.rounded.get(name, rounded[:, :, :0])
-        sinks, kept = plan.residency.sinks, self.kept.setdefault(name, empty_kept(exact, plan.kept))
-        keep(kept[0], kept[1], plan.residency.filter, sinks + before.shape[2], exact)
+        sinks, kept = (
+            plan.retention.sinks,
+            self.kept.setdefault(name, empty_kept(exact, plan.retained)),
+        )
+        keep(kept[0], kept[1], plan.retention.filter, sinks + before.shape[2], exact)
         self.rounded[name] = torch.cat([before, rounded], dim=2)
         return restored(self.rounded[name], sinks, kept[0], kept[1])
 
@@ -206,7 +209,7 @@ class OracleLayer(DynamicLayer):
         self.rows = None if self.rows is None else self.rows[:, : self.get_seq_length()]
         for name in self.packed:
             plan: TensorPlan = getattr(self.plan, name)
-            group, sinks = plan.codec.token_group, plan.residency.sinks
+            group, sinks = plan.codec.token_group, plan.retention.sinks
             whole = sinks + (self.get_seq_length() - sinks) // group * group
             self.packed[name] = min(self.packed[name], whole)
 

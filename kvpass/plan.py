@@ -18,7 +18,7 @@ from kvpass.errors import PlanError, cut, shown
 from kvpass.fingerprint import Weights
 from kvpass.format.codec import Codec
 from kvpass.format.order import ChannelOrder
-from kvpass.format.parse import parse_plan
+from kvpass.format.parse import modern_words, parse_plan
 from kvpass.format.ranges import ChannelRanges
 from kvpass.format.tensor_plan import TensorPlan
 
@@ -36,7 +36,7 @@ class LayerPlan:
     """How the keys and the values of one attention layer are stored.
 
     Attributes:
-        keys, values: codec and residency.
+        keys, values: codec and retention.
         key_order, value_order: in which order the cache holds the channels of each KV head; None:
             in the model's own. Made with `ChannelOrder.of`.
         before_rope: keys are stored before their rotary embedding, if they have one.
@@ -54,7 +54,7 @@ class LayerPlan:
         orders = [name for name in _ORDERS if getattr(self, name) is not None]
         more = [*orders, *["before_rope"] * self.before_rope]
         more += ["key_ranges"] * (self.key_ranges is not None)
-        parts = [f"keys='{self.keys.brief()}'", f"values='{self.values.brief()}'", *more]
+        parts = [f"keys='{self.keys.summary()}'", f"values='{self.values.summary()}'", *more]
         return f"LayerPlan({', '.join(parts)})"
 
     def check(self, layer: str, key_dim: int, value_dim: int, kv_heads: int | None = None) -> None:
@@ -69,9 +69,9 @@ class LayerPlan:
             if order is not None and (problem := order.misfit(kv_heads, dim)):
                 raise PlanError(f"The channel order of the {kind} of layer '{layer}': {problem}.")
         for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
-            problems = (codec.misfit(dim, kv_heads) for codec in plan.codecs)
+            problems = (codec.unsupported_reason(dim, kv_heads) for codec in plan.codecs)
             if problem := next(filter(None, problems), None):
-                codec = plan.brief().split("/")[0]
+                codec = plan.summary().split("/")[0]
                 raise PlanError(
                     f"The {kind} of layer '{layer}' cannot be stored as {codec}: {problem}."
                 )
@@ -82,7 +82,9 @@ class LayerPlan:
         self._check_ranges(layer, key_dim, kv_heads)
 
     def _check_ranges(self, layer: str, key_dim: int, kv_heads: int | None) -> None:
-        if self.values.codec.offline or self.keys.codec.offline != (self.key_ranges is not None):
+        if self.values.codec.static_ranges or self.keys.codec.static_ranges != (
+            self.key_ranges is not None
+        ):
             raise PlanError(
                 f"Layer '{layer}': the keys of a codec with calibrated ranges need those ranges, "
                 "other keys and values have none."
@@ -90,7 +92,7 @@ class LayerPlan:
         if self.before_rope and self.key_order is not None:
             raise PlanError(f"Layer '{layer}': keys before RoPE stay in the model's order.")
         if self.key_ranges is not None:
-            dtype = self.keys.codec.param_dtype
+            dtype = self.keys.codec.qparam_dtype
             if problem := self.key_ranges.misfit(kv_heads, key_dim, dtype):
                 raise PlanError(f"The ranges of the keys of layer '{layer}': {problem}.")
 
@@ -115,8 +117,8 @@ class LayerPlan:
         if group < 2:
             raise PlanError(f"The cache of layer '{layer}' has {dim} channels: no group fits.")
         bits = max(codec.bits, 4)
-        plan = TensorPlan(Codec(bits, "token", group), values.residency)
-        if problem := plan.codec.misfit(dim):
+        plan = TensorPlan(Codec(bits, "token", group), values.retention)
+        if problem := plan.codec.unsupported_reason(dim):
             raise PlanError(
                 f"The cache of layer '{layer}' cannot be stored as {plan.codec}: {problem}."
             )
@@ -132,7 +134,7 @@ class Planner(Protocol):
     def unknown_plan(self, path: str, dim: int) -> TensorPlan:
         """See `LayerPlan.unknown`."""
 
-    def concern(self, query_heads: int, kv_heads: int) -> str | None:
+    def warning(self, query_heads: int, kv_heads: int) -> str | None:
         """Why a layer with these heads may lose accuracy, or None."""
 
 
@@ -211,7 +213,7 @@ class Plan:
         """See `LayerPlan.unknown`."""
         return self.layer(path).unknown(path, dim)
 
-    def concern(self, query_heads: int, kv_heads: int) -> str | None:
+    def warning(self, query_heads: int, kv_heads: int) -> str | None:
         """None: whoever made the plan has been told."""
         return None
 
@@ -287,7 +289,7 @@ def _calibration(header: Mapping[str, Any] | None) -> Calibration | None:
 
 
 def _layer_plan(header: Mapping[str, Any], file: Any) -> LayerPlan:
-    keys, values = (parse_plan(header[kind]) for kind in ("keys", "values"))
+    keys, values = (parse_plan(modern_words(header[kind])) for kind in ("keys", "values"))
     orders = {k: ChannelOrder.of(file.get_tensor(header[k])) for k in _ORDERS if k in header}
     ranges = header.get("key_ranges")
     return LayerPlan(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass._torch import assert_soon
+from kvpass._torch import assert_async
 from kvpass.cocktail.call import Placed, place
 from kvpass.errors import CacheStateError
 from kvpass.format.chunked_plan import ChunkedPlan
@@ -131,7 +131,7 @@ class PackedCallable:
             # Without waiting for the device: it is told the numbers with the kernels.
             for stored in dict.fromkeys(written):
                 same = [c for c, n in zip(counters, written, strict=True) if n == stored]
-                assert_soon(torch.stack(same).eq(stored).all())
+                assert_async(torch.stack(same).eq(stored).all())
         for count, argument in self._counts:
             if args[count] != args[argument].written:
                 raise CacheStateError(
@@ -189,7 +189,7 @@ def share_cos_sin(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, i
     """
     first, *others = handles
     table, end = first.cos_sin, first.written
-    start = 0 if first.plan.keep is None else max(0, end - first.plan.keep)
+    start = 0 if first.plan.window_size is None else max(0, end - first.plan.window_size)
     for other in others:
         # Copies of a cache, or of its rows, are no longer one tensor.
         if other.cos_sin is not table and not (
@@ -241,7 +241,7 @@ def _check_hidden(mask: Tensor, written: int) -> None:
     seen = beyond if mask.dtype == torch.bool else beyond > _HIDDEN
     if mask.device.type != "cpu":
         # Without waiting for the device.
-        assert_soon(~seen.any())
+        assert_async(~seen.any())
     elif bool(seen.any()):
         raise CacheStateError(
             f"The attention mask shows tokens beyond the {written} that the static cache holds."

@@ -73,7 +73,7 @@ def choose(
     reasons."""
     declined: list[tuple[str, str]] = []
     for provider in PROVIDERS[op]:
-        reason = provider.supports(*args, **kwargs)
+        reason = provider.unsupported_reason(*args, **kwargs)
         if reason is None:
             return provider, tuple(declined)
         declined.append((provider.name, reason))

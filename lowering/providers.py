@@ -34,14 +34,15 @@ class Provider:
         name: ``cpp``, ``triton`` or ``aten``.
         op: of the ``kvpass`` namespace.
         target: what to call, with the op's arguments.
-        supports: given the op's arguments (tensors may be fake), None, or why it declines them.
+        unsupported_reason: given the op's arguments (tensors may be fake), why it declines them,
+            or None.
         waits: for the device, to read lengths on the host.
     """
 
     name: str
     op: str
     target: Callable[..., Any]
-    supports: Callable[..., str | None]
+    unsupported_reason: Callable[..., str | None]
     waits: bool = False
 
 
@@ -62,36 +63,36 @@ def _aten(op: str) -> Provider:
 def _triton(
     op: str,
     implementation: Callable[..., Any],
-    supports: Callable[..., str | None],
+    unsupported_reason: Callable[..., str | None],
     mutates: tuple[str, ...] = (),
 ) -> Provider:
     torch.library.triton_op(f"{_NAMESPACE}::{op}", implementation, mutates_args=mutates)
     target = getattr(getattr(torch.ops, _NAMESPACE), op).default
-    return Provider("triton", op, target, supports)
+    return Provider("triton", op, target, unsupported_reason)
 
 
 def _cpp(
-    op: str, implementation: Callable[..., Any], supports: Callable[..., str | None]
+    op: str, implementation: Callable[..., Any], unsupported_reason: Callable[..., str | None]
 ) -> Provider:
     """With the schema and the fake of the op that it stands for."""
     _CPP.define(SCHEMAS[op])
     _CPP.impl(op, implementation, "CPU")
     torch.library.register_fake(f"kvpass_cpp::{op}", FAKES[op], lib=_CPP)
-    return Provider("cpp", op, getattr(torch.ops.kvpass_cpp, op).default, supports)
+    return Provider("cpp", op, getattr(torch.ops.kvpass_cpp, op).default, unsupported_reason)
 
 
 _GENERATED = (
-    _cpp("attention", cpp_attention.attention, cpp_attention.supports),
-    _cpp("append", cpp_append.append, cpp_append.supports),
-    _cpp("pack", cpp_pack.pack, cpp_pack.supports),
-    _cpp("unpack", cpp_unpack.unpack, cpp_unpack.supports),
-    _cpp("attention_chunks", cpp_chunks.attention_chunks, cpp_chunks.supports_attention),
-    _cpp("append_chunks", cpp_chunks.append_chunks, cpp_chunks.supports_append),
-    _cpp("reorder_chunks", cpp_chunks.reorder_chunks, cpp_chunks.supports_reorder),
-    _triton("attention", attention.attention, attention.supports),
-    _triton("append", append.append, append.supports, ("state",)),
-    _triton("pack", pack.pack, pack.supports),
-    _triton("unpack", unpack.unpack, unpack.supports),
+    _cpp("attention", cpp_attention.attention, cpp_attention.unsupported_reason),
+    _cpp("append", cpp_append.append, cpp_append.unsupported_reason),
+    _cpp("pack", cpp_pack.pack, cpp_pack.unsupported_reason),
+    _cpp("unpack", cpp_unpack.unpack, cpp_unpack.unsupported_reason),
+    _cpp("attention_chunks", cpp_chunks.attention_chunks, cpp_chunks.unsupported_attention),
+    _cpp("append_chunks", cpp_chunks.append_chunks, cpp_chunks.unsupported_append),
+    _cpp("reorder_chunks", cpp_chunks.reorder_chunks, cpp_chunks.unsupported_reorder),
+    _triton("attention", attention.attention, attention.unsupported_reason),
+    _triton("append", append.append, append.unsupported_reason, ("state",)),
+    _triton("pack", pack.pack, pack.unsupported_reason),
+    _triton("unpack", unpack.unpack, unpack.unsupported_reason),
 )
 # Best first; the last one of each op supports everything.
 PROVIDERS = {op: (*(p for p in _GENERATED if p.op == op), _aten(op)) for op in SCHEMAS}

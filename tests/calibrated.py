@@ -23,8 +23,8 @@ HALVES, NEIGHBOURS = "/rope=halves0-64", "/rope=neighbours8-40"
 
 def nuq(bits: int, axis: str, outliers: int = 0, more: str = "", rest: str = "") -> str:
     sparse = f".outliers{outliers}" if outliers else ""
-    residency = "/sinks=1,window=0,flush=1"
-    return f"nuq{bits}.{axis}{sparse}.table{TABLES[bits]}{more}{residency}{rest}"
+    retention = "/sinks=1,window=0,pack_every=1"
+    return f"nuq{bits}.{axis}{sparse}.codebook{TABLES[bits]}{more}{retention}{rest}"
 
 
 PLANS = {
@@ -37,15 +37,18 @@ PLANS = {
     "neighbours": (nuq(3, "channel0", 2, rest=NEIGHBOURS), nuq(3, "token128", 2)),
     "after-rope": (nuq(3, "channel0", 2), nuq(3, "token128")),
     "uniform": (
-        "int3.channel0.outliers2/sinks=1,window=20,flush=1" + HALVES,
-        "int3.token128.outliers2/sinks=1,window=20,flush=1",
+        "int3.channel0.outliers2/sinks=1,window=20,pack_every=1" + HALVES,
+        "int3.token128.outliers2/sinks=1,window=20,pack_every=1",
     ),
-    "joined": ("fp", "int2.token128/window=32,flush=1"),
+    "joined": ("fp", "int2.token128/window=32,pack_every=1"),
     "fp": ("fp" + HALVES, "fp"),
-    "kivi": ("int4.channel32/window=0,flush=128" + HALVES, "int4.token32/window=128,flush=1"),
+    "kivi": (
+        "int4.channel32/window=0,pack_every=128" + HALVES,
+        "int4.token32/window=128,pack_every=1",
+    ),
     "sliding": (
-        "int3.channel0.outliers2/window=0,flush=1/keep=200" + HALVES,
-        "int3.token128/window=0,flush=1/keep=200",
+        "int3.channel0.outliers2/window=0,pack_every=1/window_size=200" + HALVES,
+        "int3.token128/window=0,pack_every=1/window_size=200",
     ),
 }
 
@@ -54,7 +57,7 @@ def state_of(plan: str, x: torch.Tensor, rows: torch.Tensor, steps: int) -> list
     """After a prompt and ``steps`` tokens more, what no token lives in poisoned."""
     p, n = parse_plan(plan), x.shape[2] - steps
     low, high = x.amin((0, 2)) * 0.8, x.amax((0, 2)) * 0.8
-    ranges = offline_params(p.codec, low, high) if p.codec.offline else None
+    ranges = offline_params(p.codec, low, high) if p.codec.static_ranges else None
     state = ops.pack(x[:, :, :n].contiguous(), plan, ranges)
     rotary = ops.pack_rotary(rows[:, :n], plan)
     for t in range(n, n + steps):
@@ -63,7 +66,7 @@ def state_of(plan: str, x: torch.Tensor, rows: torch.Tensor, steps: int) -> list
     if p.rope is not None:
         state.append(rotary)
     ends = State(state, p).segment_ends[0].tolist()
-    if p.keep is None:
+    if p.window_size is None:
         if p.rope is not None:
             rotary[:, ends[-1] :] = torch.nan
         if p.codec.outliers:
@@ -124,7 +127,7 @@ ENCODED = [
     *PLANS["uniform"],
     *PLANS["sliding"],
     PLANS["joined"][1],
-    "int4.token64.fp8/sinks=2,window=4,flush=2",
+    "int4.token64.fp8/sinks=2,window=4,pack_every=2",
     nuq(3, "token128", 2, rest="").replace("token128", "token128.fp8"),
     PLANS["kivi"][0],
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpass.format.codec import BITS, Codec
 from kvpass.format.quantize import decode, encode
-from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.retention import MAX_STEP, RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 
 HEAD_DIMS = (16, 64, 80, 128)
@@ -48,21 +48,21 @@ def codecs(draw, head_dim: int, groups=(2, 4, 8, 16, 24, 32)):
         axis,
         draw(st.sampled_from(fitting)),
         clip=draw(st.sampled_from([1.0, 1.0, 0.92, 0.5])),
-        params=draw(st.sampled_from(["half", "half", "fp8"])),
-        slots=bits == 1.5 and draw(st.booleans()),
-        elevens=bits == 3 and draw(st.booleans()),
+        qparams=draw(st.sampled_from(["half", "half", "fp8"])),
+        ternary_in_2bit=bits == 1.5 and draw(st.booleans()),
+        pack11=bits == 3 and draw(st.booleans()),
     )
 
 
 @st.composite
 def tensor_plans(draw, head_dim: int):
-    """The identity, or a codec with a window and a flush."""
+    """The identity, or a codec with a window and a pack_every."""
     if draw(st.integers(0, 7)) == 0:
         return TensorPlan()
     codec = draw(codecs(head_dim, groups=(2, 4, 8)))
-    flush = codec.token_group * draw(st.integers(1, 4))
+    pack_every = codec.token_group * draw(st.integers(1, 4))
     sinks = draw(st.sampled_from([0, 0, 1, 5, 20]))
-    return TensorPlan(codec, Residency(draw(st.integers(0, 24)), flush, sinks))
+    return TensorPlan(codec, RetentionPolicy(draw(st.integers(0, 24)), pack_every, sinks))
 
 
 def steps(most: int = 6) -> st.SearchStrategy[list[int]]:

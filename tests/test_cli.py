@@ -13,7 +13,7 @@ from kvpass import Plan
 from kvpass.cli import main
 from lowering.triton import inspection
 
-K, V = "int8.channel32/window=0,flush=32", "int8.token64/window=16,flush=1"
+K, V = "int8.channel32/window=0,pack_every=32", "int8.token64/window=16,pack_every=1"
 
 
 def failure(capsys, *arguments: str) -> str:
@@ -32,7 +32,7 @@ def failure(capsys, *arguments: str) -> str:
 def test_kernels_of_a_calibrated_recipe(capsys):
     assert main(["kernels", "--recipe", "kvquant-nuq4", "--target", "sm_80"]) == 0
     title, _, *rows = capsys.readouterr().out.splitlines()
-    assert "keys nuq4.channel0.table-0." in title
+    assert "keys nuq4.channel0.codebook-0." in title
     (attention,) = (row.split() for row in rows if row.startswith("attention_split"))
     assert float(attention[5]) > float(attention[6])
 
@@ -58,7 +58,9 @@ def test_keys_and_values_of_one_plan_are_listed_once(capsys):
     """Here those of a static cache."""
     assert main(["kernels", "--recipe", "fp", "--head-dim", "64", "--static", "512"]) == 0
     title, _, *table = capsys.readouterr().out.splitlines()
-    assert title.startswith("keys fp/keep=511/room=512, values fp/keep=511/room=512, head_dim 64")
+    assert title.startswith(
+        "keys fp/window_size=511/room=512, values fp/window_size=511/room=512, head_dim 64"
+    )
     rows = [row.split() for row in table]
     kernels = [(row[0], row[-1]) for row in rows]
     # An append of keys turns them, in a file of its own.

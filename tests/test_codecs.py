@@ -1,4 +1,4 @@
-"""Codecs and residencies that no recipe uses yet, end to end: compiled equals the oracle."""
+"""Codecs and retentions that no recipe uses yet, end to end: compiled equals the oracle."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STEPS = [1, 1, 5, 16, 1, 33, 1, 17, 3, 1]
 # Each further kind of step is a graph to compile, and more kernels.
 ALL_STEPS = ("sinks", "a filter", "many sinks, groups of tokens")
 PLANS = {
-    "fp8 and clip": "int2.token16.fp8.clip0.92/window=16,flush=1",
-    "3 bits": "int3.channel8/window=0,flush=16",
-    "1 bit": "int1.token8/window=16,flush=1",
-    "base 3": "int1.5.token16.fp8/window=16,flush=1",
-    "2-bit slots": "int1.5.token16.slots/window=16,flush=1",
-    "sinks": "int2.token16.fp8.clip0.92/sinks=5,window=16,flush=1",
-    "a filter": "int2.token16/sinks=2,window=16,flush=1,kept=4,filter=heavy_hitters",
-    "many sinks, groups of tokens": "int4.channel8/sinks=43,window=0,flush=16",
+    "fp8 and clip": "int2.token16.fp8.clip0.92/window=16,pack_every=1",
+    "3 bits": "int3.channel8/window=0,pack_every=16",
+    "1 bit": "int1.token8/window=16,pack_every=1",
+    "base 3": "int1.5.token16.fp8/window=16,pack_every=1",
+    "2-bit slots": "int1.5.token16.ternary_in_2bit/window=16,pack_every=1",
+    "sinks": "int2.token16.fp8.clip0.92/sinks=5,window=16,pack_every=1",
+    "a filter": "int2.token16/sinks=2,window=16,pack_every=1,retained=4,filter=heavy_hitters",
+    "many sinks, groups of tokens": "int4.channel8/sinks=43,window=0,pack_every=16",
 }
 
 
@@ -73,7 +73,7 @@ def test_a_failed_step_gives_back_the_places_of_sinks(
         return call
 
     monkeypatch.setattr(kvpass.backend, "compile_inner", breaking)
-    model, plan = tiny_model("llama", layers=1), both("int2.token8/sinks=8,window=4,flush=1")
+    model, plan = tiny_model("llama", layers=1), both("int2.token8/sinks=8,window=4,pack_every=1")
     steps = [4, 1, step, 1, 20, 1]
     ids = prompt(1, sum(steps))
     torch._dynamo.reset()

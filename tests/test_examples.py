@@ -90,7 +90,7 @@ def test_the_ladder_adds_one_part_at_a_time() -> None:
     assert recipes[4].qnorm
     assert recipes[5].window == 128
     plan = kvquant_ladder.per_token(2, 128)
-    assert str(plan.default.keys) == "int2.token128/sinks=1,window=0,flush=1"
+    assert str(plan.default.keys) == "int2.token128/sinks=1,window=0,pack_every=1"
 
 
 def test_lots_have_as_many_bits() -> None:
@@ -115,15 +115,17 @@ def test_peaks_are_those_of_the_process() -> None:
 
 
 def test_the_parts_of_kvmix_are_counted_and_measured() -> None:
-    names, fields = zip(*kvmix_parts.residencies([0.1]), strict=True)
+    names, fields = zip(*kvmix_parts.retentions([0.1]), strict=True)
     assert names == ("window 32", "window 128", "pivotal 10%", "fraction 10%")
     for options in fields:
         assert kvpass.recipe("kvmix", **options).calibrated
-    tensors = (f"int2.channel32/window=0,flush=32,{rule}=0.1" for rule in ("pivotal", "fraction"))
+    tensors = (
+        f"int2.channel32/window=0,pack_every=32,{rule}=0.1" for rule in ("pivotal", "fraction")
+    )
     held = [kvmix_parts.exact_tokens(parse_plan(t), 4096, 3) for t in tensors]
     assert held == [(416, 35), (416, 419)]
     x = torch.randn(100, 160, generator=torch.Generator().manual_seed(0))
-    whole, elevens = (kvpass.Codec(3, "token", 32, elevens=e) for e in (False, True))
+    whole, elevens = (kvpass.Codec(3, "token", 32, pack11=e) for e in (False, True))
     errors = [kvmix_parts.relative_error(x, codec, 64) for codec in (whole, elevens)]
     assert 0.05 < errors[0] < errors[1] < 0.5
 

@@ -39,8 +39,8 @@ from tests.tolerances import LOGITS_CODE_FLIP, logits
 FAMILIES = [
     "llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "glm4", "olmo2", "gpt_neox", "opt", "gpt2",
 ]  # fmt: skip
-KEYS = parse_plan("int2.token8/window=8,flush=8")
-VALUES = parse_plan("int4.token8/window=0,flush=1")
+KEYS = parse_plan("int2.token8/window=8,pack_every=8")
+VALUES = parse_plan("int4.token8/window=0,pack_every=1")
 
 
 def gathers(report: GraphReport) -> list[Any]:
@@ -50,7 +50,7 @@ def gathers(report: GraphReport) -> list[Any]:
 
 
 def refusals(report: GraphReport) -> list[str]:
-    # Keys in an order are turned before they are appended, by cosines in that order.
+    # Keys in an order are rotated before they are appended, by cosines in that order.
     refused = [e for e in report.events if not e.fired and e.rule != "fuse_rope_append"]
     return [event.detail for event in refused]
 

@@ -7,7 +7,7 @@ import torch
 
 from kvpass.errors import KvpassError, OptionError, PlanError, unknown
 from kvpass.format.codec import Codec
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.options import Options, parse_options
 from kvpass.plan import LayerPlan, Plan
@@ -42,7 +42,7 @@ def test_everything_at_once():
 def test_recipe_objects_and_plans():
     assert parse_options({"recipe": Kivi(bits=8), "residual": 32}).planner == Kivi(8, residual=32)
     assert parse_options({"recipe": Fp()}).planner == Fp()
-    plan = Plan(LayerPlan(TensorPlan(Codec(2, "channel", 32), Residency(0, 128))))
+    plan = Plan(LayerPlan(TensorPlan(Codec(2, "channel", 32), RetentionPolicy(0, 128))))
     assert parse_options({"recipe": plan, "strict": True}).planner is plan
 
 

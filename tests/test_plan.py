@@ -18,7 +18,7 @@ from kvpass.errors import PlanError
 from kvpass.format.codec import Codec
 from kvpass.format.order import ChannelOrder
 from kvpass.format.ranges import ChannelRanges
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import Calibration, LayerPlan, Plan
 from kvpass.recipes import recipe
@@ -34,8 +34,8 @@ PLANS = st.builds(
     Plan, LAYERS, st.dictionaries(st.text(max_size=20), LAYERS, max_size=3), st.text()
 )
 KIVI = LayerPlan(
-    TensorPlan(Codec(2, "channel", 32), Residency(0, 128)),
-    TensorPlan(Codec(2, "token", 32), Residency(128, 1)),
+    TensorPlan(Codec(2, "channel", 32), RetentionPolicy(0, 128)),
+    TensorPlan(Codec(2, "token", 32), RetentionPolicy(128, 1)),
 )
 
 
@@ -111,18 +111,24 @@ DAMAGED = {
     "layers is a list": {**GOOD, "layers": [1]},
     "a layer is text": {**GOOD, "layers": {"a": "fp"}},
     "unreadable plan": {**GOOD, "default": {"keys": "int2", "values": "fp"}},
-    "5 bits": {**GOOD, "default": {"keys": "int5.token32/window=0,flush=1", "values": "fp"}},
-    "group of 1": {**GOOD, "default": {"keys": "int2.token1/window=0,flush=1", "values": "fp"}},
-    "flush of 0": {**GOOD, "default": {"keys": "int2.token32/window=0,flush=0", "values": "fp"}},
+    "5 bits": {**GOOD, "default": {"keys": "int5.token32/window=0,pack_every=1", "values": "fp"}},
+    "group of 1": {
+        **GOOD,
+        "default": {"keys": "int2.token1/window=0,pack_every=1", "values": "fp"},
+    },
+    "pack_every of 0": {
+        **GOOD,
+        "default": {"keys": "int2.token32/window=0,pack_every=0", "values": "fp"},
+    },
     "infinite tokens": {
         **GOOD,
         "calibration": {"weights": {}, "versions": {}, "seed": 0, "tokens": math.inf},
     },
     "brackets in brackets": "[" * 100_000,
     "a long name": {**GOOD, "default": {"keys": "int2" * 9999, "values": "fp"}},
-    "group over flush": {
+    "group over pack_every": {
         **GOOD,
-        "default": {"keys": "int2.channel32/window=0,flush=16", "values": "fp"},
+        "default": {"keys": "int2.channel32/window=0,pack_every=16", "values": "fp"},
     },
 }
 
@@ -145,13 +151,13 @@ def test_damaged_header(tmp_path, header):
 def test_what_is_printed_of_a_plan_is_short():
     ranges = ChannelRanges.of(torch.zeros(8, 1, 128, dtype=torch.int32))
     codec = Codec(2, "token", 32, clip=(0.5,) * 4)
-    layer = LayerPlan(TensorPlan(codec, Residency(128, 1)), key_ranges=ranges)
+    layer = LayerPlan(TensorPlan(codec, RetentionPolicy(128, 1)), key_ranges=ranges)
     calibration = Calibration(0, 65536, {}, {})
     layers = {str(i): layer for i in range(31)} | {"31": LayerPlan()}
     text = repr(Plan(LayerPlan(), layers, "skvq-k2v2", calibration))
     assert text == (
         "Plan(recipe='skvq-k2v2', default=LayerPlan(keys='fp', values='fp'), 31 x LayerPlan("
-        "keys='int2.token32.clip0.5..0.5/window=128,flush=1', values='fp', key_ranges), 1 x "
+        "keys='int2.token32.clip0.5..0.5/window=128,pack_every=1', values='fp', key_ranges), 1 x "
         "LayerPlan(keys='fp', values='fp'), calibrated on 65536 tokens)"
     )
     assert "\n" not in text

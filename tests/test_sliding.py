@@ -30,7 +30,7 @@ def test_chats_that_pass_the_window(attention: str, padded: bool) -> None:
     got, cache = run_steps(compiled(model, KIVI), ids, steps, mask)
     keys = cache.layers[0].keys
     assert isinstance(keys, PackedKV)
-    assert str(keys.plan) == "int2.channel16/window=0,flush=16/keep=39"
+    assert str(keys.plan) == "int2.channel16/window=0,pack_every=16/window_size=39"
     assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32, "kivi-2bit")
 
 

@@ -24,9 +24,9 @@ SHORT, LONG = 1024, 65536
 
 
 def random_state(plan, packed, exact, heads=8, dim=128):
-    """A state of ``packed`` and ``exact`` random tokens, with room for one flush more."""
+    """A state of ``packed`` and ``exact`` random tokens, with room for one pack_every more."""
     p = parse_plan(plan)
-    state = empty_state(torch.empty(1, heads, 1, dim), p, packed + p.residency.flush).tensors
+    state = empty_state(torch.empty(1, heads, 1, dim), p, packed + p.retention.pack_every).tensors
     for x in state[:-1]:
         x.random_(-9999, 9999)
     if not p.codec.identity:
@@ -39,9 +39,9 @@ def random_state(plan, packed, exact, heads=8, dim=128):
 
 def without_one_step(state, plan, packed, total):
     """Copies of the state's tensors, but zeros where a token at position ``total`` is stored and
-    where a flush from position ``packed`` is packed."""
+    where a pack_every from position ``packed`` is packed."""
     p = parse_plan(plan)
-    due = p.residency.due(total - packed)
+    due = p.retention.due(total - packed)
     copies = dict(zip(p.layout.names, (x.clone() for x in state), strict=True))
     for field in p.layout.fields:
         if field.grows == "capacity":
@@ -53,9 +53,9 @@ def without_one_step(state, plan, packed, total):
     return list(copies.values())
 
 
-# The exact tokens are so many that a flush is due where the plan has one.
+# The exact tokens are so many that a pack_every is due where the plan has one.
 PLANS = [(kivi(2)[0], 50), (kivi(2)[0], 128), (kivi(4)[1], 129)]
-TABLE = "table-0.9,-0.5,-0.3,-0.1,0.05,0.2,0.55,0.95/window=0,flush=1"
+TABLE = "table-0.9,-0.5,-0.3,-0.1,0.05,0.2,0.55,0.95/window=0,pack_every=1"
 OUTLIERS = [(f"nuq3.{axis}.outliers4.{TABLE}", 1) for axis in ("channel0", "token128")]
 APPENDS = [(ops, *case) for ops in OPS for case in [*PLANS, *OUTLIERS, ("fp", 0)]]
 

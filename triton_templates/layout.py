@@ -72,10 +72,10 @@ class Layout:
         offline: a scale and a minimum for each channel, which all tokens share; ``group`` is 0.
         joined: KV heads whose channels are one group; ``group`` is then ``head_dim``.
         outliers: elements of a token, of all heads, that are stored as they are.
-        table: what codes stand for, of a range from -1 to 1; empty if they are evenly spaced.
-        middles: numbers between which codes change when tokens are encoded.
-        rope: first channel, and the one behind the last, that are turned by a rotary embedding when
-            keys are read; those a half apart are pairs.
+        codebook: what codes stand for, of a range from -1 to 1; empty if they are evenly spaced.
+        midpoints: numbers between which codes change when tokens are encoded.
+        rope: first channel, and the one behind the last, that a rotary embedding rotates when keys
+            are read; those a half apart are pairs.
         state: the names of the tensors that kernels get, in their order.
         halves: blocks lie in the first or the second half of the words, see `for_encoding`.
     """
@@ -87,13 +87,13 @@ class Layout:
     ring: int = 0
     sliding: bool = False
     sinks: int = 0
-    params: Literal["half", "fp8"] = "half"
-    slots: bool = False
-    offline: bool = False
-    joined: int = 1
+    qparams: Literal["half", "fp8"] = "half"
+    ternary_in_2bit: bool = False
+    static_ranges: bool = False
+    heads_per_group: int = 1
     outliers: int = 0
-    table: tuple[float, ...] = ()
-    middles: tuple[float, ...] = ()
+    codebook: tuple[float, ...] = ()
+    midpoints: tuple[float, ...] = ()
     rope: tuple[int, int] | None = None
     state: tuple[str, ...] = field(default=("codes", "segment_ends"), repr=False)
     halves: bool = field(default=False, repr=False)
@@ -101,10 +101,13 @@ class Layout:
     def __str__(self) -> str:
         if self.identity:
             return "fp"
-        bits = 1.5 if self.slots else self.bits
-        kind = "nuq" if self.table else "int"
-        text = f"{kind}{bits}.{self.axis}{self.group * self.joined}" + ".slots" * self.slots
-        text += ".fp8" * (self.params == "fp8") + f".outliers{self.outliers}" * (self.outliers > 0)
+        bits = 1.5 if self.ternary_in_2bit else self.bits
+        kind = "nuq" if self.codebook else "int"
+        text = (
+            f"{kind}{bits}.{self.axis}{self.group * self.heads_per_group}"
+            + ".slots" * self.ternary_in_2bit
+        )
+        text += ".fp8" * (self.qparams == "fp8") + f".outliers{self.outliers}" * (self.outliers > 0)
         return text + " before their rotary embedding" * (self.rope is not None)
 
     @property
@@ -113,14 +116,19 @@ class Layout:
         return self.bits == 16
 
     @property
-    def whole_tokens(self) -> bool:
+    def cross_head(self) -> bool:
         """The heads of a token are encoded together, or to levels of a table."""
-        return self.offline or self.joined > 1 or self.outliers > 0 or bool(self.table)
+        return (
+            self.static_ranges
+            or self.heads_per_group > 1
+            or self.outliers > 0
+            or bool(self.codebook)
+        )
 
     @property
-    def decodes(self) -> bool:
+    def dequant_first(self) -> bool:
         """Attention has to decode: scales and minima cannot be left to its other operands."""
-        return self.whole_tokens or self.rope is not None
+        return self.cross_head or self.rope is not None
 
     @property
     def segments(self) -> int:
@@ -135,7 +143,7 @@ class Layout:
     @property
     def levels(self) -> int:
         """Largest code."""
-        return 2 if self.slots else (1 << self.bits) - 1
+        return 2 if self.ternary_in_2bit else (1 << self.bits) - 1
 
     @property
     def plane_bits(self) -> int:
@@ -173,10 +181,12 @@ class Layout:
         outliers, of all heads, are not counted."""
         if self.identity:
             return 2 * self.head_dim
-        if self.offline:
+        if self.static_ranges:
             return 2 * self.words
-        params = self.head_dim / self.group if self.by_channel else self.groups / self.joined
-        return 2 * self.words + (2 if self.params == "fp8" else 4) * params
+        params = (
+            self.head_dim / self.group if self.by_channel else self.groups / self.heads_per_group
+        )
+        return 2 * self.words + (2 if self.qparams == "fp8" else 4) * params
 
     @property
     def width(self) -> int:
@@ -271,7 +281,7 @@ class Layout:
     @property
     def level_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The low and the high bytes of `table` in half precision, four to a 32-bit number."""
-        halves = struct.pack(f"<{len(self.table)}e", *self.table)
+        halves = struct.pack(f"<{len(self.codebook)}e", *self.codebook)
         low, high = (
             struct.unpack(f"<{len(part) // 4}I", part)
             for part in (halves[start::2].ljust(8, b"\0") for start in (0, 1))
@@ -284,7 +294,7 @@ class Layout:
         return _next_power_of_2(self.outliers)
 
     @property
-    def turned(self) -> tuple[tuple[Block, Block], ...]:
+    def rotated(self) -> tuple[tuple[Block, Block], ...]:
         """Pairs of blocks whose channels a rotary embedding turns."""
         if self.rope is None:
             return ()
@@ -293,7 +303,7 @@ class Layout:
         first = (b for b in self.blocks if start <= b.channel < start + half)
         return tuple((b, by_channel[b.channel + half]) for b in first)
 
-    def misfit(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why the kernels cannot work on this layout, or None."""
         if self.head_dim > _MAX_HEAD_DIM:
             return f"head_dim {self.head_dim} is more than {_MAX_HEAD_DIM}"
@@ -301,7 +311,7 @@ class Layout:
             return None
         if self.head_dim * self.bits % 16:
             return f"head_dim {self.head_dim} at {self.bits} bits does not fill whole 16-bit words"
-        if self.offline:
+        if self.static_ranges:
             pass
         elif self.by_channel:
             if self.group < MIN_LANES or self.group & (self.group - 1):

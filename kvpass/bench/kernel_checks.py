@@ -24,13 +24,13 @@ from kvpass.plan import LayerPlan
 from kvpass.tensor.packed import PackedKV
 
 _BATCH, _HEADS, _KV_HEADS = 2, 8, 2
-# Below, at and above a flush; the last one is split among programs.
+# Below, at and above a packed run; the last one is split among programs.
 _LENGTHS = (1, 127, 128, 129, 2100)
-# Steps that cross a flush, up to the longest.
+# Steps that make more tokens packed, up to the longest.
 _STEPS = (1, 1, 5, 16, 1, 16, 1, 1)
 _FIRST_PROMPT = 231
-# Tokens of a step that are turned.
-_TURNED = 3
+# Tokens of a step that are rotated.
+_ROTATED = 3
 # Two lengths with the same capacity, so that their states can be one batch.
 _RAGGED = (140, 255)
 
@@ -87,7 +87,7 @@ def check_kernels(
             name = f"unpack {kind} {label} T={length}"
             yield _check_unpack(name, plan, kind, tokens(length), device, wanted)
         yield _check_append(f"append {kind} {label}", plan, kind, tokens, device, wanted)
-    yield _check_turned(f"append turned keys {label}", plan, tokens, device, wanted)
+    yield _check_rotated(f"append rotated keys {label}", plan, tokens, device, wanted)
     for length in _LENGTHS:
         for queries, masked in ((1, False), (1, True), (2, False)):
             state = _states(plan, [tokens(length), tokens(length, seed=1)], device)
@@ -121,7 +121,7 @@ def _check_unpack(
     moved = [t.to(device) for t in state]
     target, choice = provider("unpack", moved, *arguments)
     got, expected = target(moved, *arguments).cpu(), torch.ops.kvpass.unpack(state, *arguments)
-    if plan.codec.table is None and plan.rope is None:
+    if plan.codec.codebook is None and plan.rope is None:
         error, tolerance = float((got != expected).sum()), 0.0
     else:
         # A product and a sum may be rounded together, or a rotation in another order.
@@ -151,25 +151,25 @@ def _check_append(
     return Check(name, choice.provider, differences, 0, _served(choice, wanted))
 
 
-def _check_turned(
+def _check_rotated(
     name: str, layer: LayerPlan, tokens: Any, device: torch.device, wanted: str | None
 ) -> Check:
     """The keys of a step that get their rotary embedding where they are stored, still exact."""
-    first, new = tokens(_FIRST_PROMPT), tokens(_TURNED, seed=10)
+    first, new = tokens(_FIRST_PROMPT), tokens(_ROTATED, seed=10)
     plan, state = _packed(layer, "keys", first)
     expected = PackedKV(state, plan, _FIRST_PROMPT, first.dtype)
-    expected.reserve(_TURNED)
+    expected.reserve(_ROTATED)
     got = [t.to(device, copy=True) for t in expected.state]
-    turning = (str(plan), tokens(_TURNED, seed=11)[:, 0], str(Rope("halves", 0, new.shape[3])))
+    turning = (str(plan), tokens(_ROTATED, seed=11)[:, 0], str(Rope("halves", 0, new.shape[3])))
     torch.ops.kvpass.append(expected.state, new, *turning)
     arguments = (got, *(x.to(device) if isinstance(x, Tensor) else x for x in (new, *turning)))
     target, choice = provider("append", *arguments)
     target(*arguments)
-    length = (_FIRST_PROMPT + _TURNED, str(plan), new.dtype)
+    length = (_FIRST_PROMPT + _ROTATED, str(plan), new.dtype)
     stored = (torch.ops.kvpass.unpack(s, *length) for s in ([t.cpu() for t in got], expected.state))
-    turned, wanted_keys = (x[:, :, -_TURNED:] for x in stored)
+    rotated, wanted_keys = (x[:, :, -_ROTATED:] for x in stored)
     # A product and a sum may be rounded together.
-    error = relative_error(turned, wanted_keys.double())
+    error = relative_error(rotated, wanted_keys.double())
     return Check(name, choice.provider, error, TOLERANCE[new.dtype], _served(choice, wanted))
 
 

@@ -17,7 +17,7 @@ from kvpass.plan import LayerPlan
 from kvpass.recipes import written_recipe as recipe_of
 from kvpass.tensor.packed import PackedKV
 
-# Lengths around flushes, tiles and the smallest capacity, at which real caches are made.
+# Lengths around packed runs, tiles and the smallest capacity, at which real caches are made.
 CHECKED_TOKENS = (1, 128, 257, 700)
 _END_BYTES = 4
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
@@ -68,7 +68,7 @@ def tensor_bytes(
         return batch * kv_heads * capacity * head_dim * itemsize + ends
     codes = capacity * codec.words.count(head_dim) * 2
     params = capacity * head_dim // codec.group * 4
-    window = plan.slots(tokens - plan.sinks) * head_dim * itemsize
+    window = plan.ring_slots(tokens - plan.sinks) * head_dim * itemsize
     return batch * kv_heads * (codes + params + window) + ends
 
 

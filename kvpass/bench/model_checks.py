@@ -25,7 +25,7 @@ from kvpass.zoo.families import tiny_config
 
 # Two layers with the heads of an 8B Llama, and fewer of them.
 SHAPE = Shape(2, 1024, 1024, 8, 2, 128, 1024)
-# A prompt that is packed, tokens that cross a flush, several at once, and a second prompt.
+# A prompt that is packed, tokens that pack more, several at once, and a second prompt.
 STEPS = (300, 1, 1, 1, 1, 5, 1, 40, 1)
 _ROOM = 512
 # Here the model writes its own cache: keys that are rounded otherwise get other codes, or other

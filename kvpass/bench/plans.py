@@ -11,13 +11,13 @@ import kvpass.ops.pack
 import kvpass.ops.rotary  # noqa: F401  (registers the ops)
 from kvpass.calibration.samples import (
     STORED,
+    AttentionSample,
     Exact,
     GradientObserver,
+    GradientSample,
     Kind,
     Observer,
     Replacement,
-    Seen,
-    SeenGradient,
     Stored,
 )
 from kvpass.cocktail import ChunkBits, use
@@ -41,8 +41,7 @@ _LOW, _EXACT = 0.88, 0.035
 
 @dataclass(frozen=True)
 class _Random:
-    """A `kvpass.calibration.samples.Pass` over one layer's random tokens; gradients are random,
-    too."""
+    """A `CalibrationRunner` over one layer's random tokens; gradients are random, too."""
 
     keys: Tensor
     values: Tensor
@@ -54,13 +53,13 @@ class _Random:
         q = torch.randn_like(self.keys)
         scale = self.keys.shape[3] ** -0.5
         known = (None, scale, None, True, 0.0, (), self.keys)
-        observer(Seen("*", q, self.keys, self.values, *known))
+        observer(AttentionSample("*", q, self.keys, self.values, *known))
 
     def gradients(self, observer: GradientObserver, name: str, exact: Exact = (0, 0)) -> None:
         kinds: tuple[Kind, ...] = ("keys", "before_rope", "values")
         for kind in kinds:
             x = self.values if kind == "values" else self.keys
-            observer(SeenGradient("*", kind, x, torch.randn_like(x)))
+            observer(GradientSample("*", kind, x, torch.randn_like(x)))
 
     def importance(self, name: str) -> dict[tuple[str, Stored], list[float]]:
         return {("*", kind): [1.0] for kind in STORED}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpass.calibration.data import token_batches
-from kvpass.calibration.observe import Watched
+from kvpass.calibration.observe import ModelRunner
 from kvpass.errors import OptionError, shown
 from kvpass.fingerprint import fingerprint
 from kvpass.plan import Calibration, Plan
@@ -75,7 +75,7 @@ def calibrate(
         )
     batches = token_batches(data, tokenizer, samples, length, batch)
     _require_packed(chosen, batches)
-    plan = chosen.fit(Watched(model, batches, progress), seed)
+    plan = chosen.fit(ModelRunner(model, batches, progress), seed)
     versions = {name: _version(name) for name in _LIBRARIES}
     calibration = Calibration(
         seed=seed,

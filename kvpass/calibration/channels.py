@@ -63,12 +63,12 @@ def cluster(
 ) -> Clusters | None:
     """Groups of ``group`` channels, on average, by k-means of their features.
 
-    Channels that are turned together stay together: what is clustered are such pairs.
+    Channels that are rotated together stay together: what is clustered are such pairs.
 
     Args:
         features: ``[H, D, F]``.
         group: channels.
-        rotations: which channels are turned together.
+        rotations: which channels are rotated together.
         seed: of k-means.
         balanced: the clusters are cut into groups of equal size; otherwise they are the groups.
 
@@ -98,8 +98,8 @@ def _sections(dim: int, rotations: Sequence[Rotation]) -> list[Tensor]:
     for r in sorted(rotations, key=lambda r: r.start):
         if at < r.start:
             found.append(torch.arange(at, r.start).unsqueeze(1))
-        turned = torch.arange(r.start, r.stop)
-        found.append(turned.view(2, -1).T if r.kind == "halves" else turned.view(-1, 2))
+        rotated = torch.arange(r.start, r.stop)
+        found.append(rotated.view(2, -1).T if r.kind == "halves" else rotated.view(-1, 2))
         at = r.stop
     if at < dim:
         found.append(torch.arange(at, dim).unsqueeze(1))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvpass.calibration.samples import Seen
+from kvpass.calibration.samples import AttentionSample
 from kvpass.format.codec import Codec
 from kvpass.format.groups import Groups
 from kvpass.format.order import ChannelOrder
@@ -35,9 +35,9 @@ class ClipSearch:
         self._generator = torch.Generator().manual_seed(seed)
         self._errors: dict[str, Tensor] = {}
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: AttentionSample) -> None:
         """Adds the errors of one batch; nothing where its texts end within the exact tokens."""
-        exact = max(p.sinks + p.residency.window for p in (self._plan.keys, self._plan.values))
+        exact = max(p.sinks + p.retention.window for p in (self._plan.keys, self._plan.values))
         tokens = seen.keys.shape[2]
         if tokens <= exact + 1:
             return
@@ -62,7 +62,9 @@ class ClipSearch:
             known = self._errors.get(kind)
             self._errors[kind] = errors if known is None else known + errors
 
-    def _value_errors(self, seen: Seen, weights: Tensor, positions: Tensor) -> Tensor | None:
+    def _value_errors(
+        self, seen: AttentionSample, weights: Tensor, positions: Tensor
+    ) -> Tensor | None:
         """``[factors, H, groups]``: an output channel is a sum of one value channel."""
         plan, order = self._plan.values, self._plan.value_order
         if not _clips(plan.codec):
@@ -76,7 +78,12 @@ class ClipSearch:
         return torch.stack(found).cpu()
 
     def _key_errors(
-        self, seen: Seen, rows: Tensor, products: Tensor, weights: Tensor, positions: Tensor
+        self,
+        seen: AttentionSample,
+        rows: Tensor,
+        products: Tensor,
+        weights: Tensor,
+        positions: Tensor,
     ) -> Tensor | None:
         """``[factors, H, groups]``: what one group of rounded keys does to the output."""
         plan, order = self._plan.keys, self._plan.key_order
@@ -116,7 +123,7 @@ def _round(codec: Codec, alpha: float, x: Tensor) -> Tensor:
 def _rounded(plan: TensorPlan, weights: Tensor, positions: Tensor) -> Tensor:
     """Which tokens a query of ``[B, H, rows, T]`` finds rounded, ``[rows, T]``."""
     token = torch.arange(weights.shape[3], device=weights.device)
-    beyond = token < (positions - plan.residency.window).unsqueeze(1)
+    beyond = token < (positions - plan.retention.window).unsqueeze(1)
     groups = weights.shape[2] // len(positions)
     return (beyond & (token >= plan.sinks)).repeat(groups, 1)
 
@@ -131,5 +138,5 @@ def _by_group(groups: Groups, errors: Tensor) -> Tensor:
 
 def _by_heads(groups: Groups, errors: Tensor, dim: int) -> Tensor:
     """``[H, groups]``, summed over the heads that a group spans."""
-    total: Tensor = errors.unflatten(0, (-1, groups.joined_heads(dim))).sum(1)
+    total: Tensor = errors.unflatten(0, (-1, groups.heads_per_group(dim))).sum(1)
     return total

@@ -13,7 +13,7 @@ from kvpass.calibration.channels import k_means
 _BINS = 4096
 
 
-class Levels:
+class CodebookSamples:
     """Sums of normalised values in narrow bins, for the k-means of all of them.
 
     A bin counts as one value, its weighted mean: levels move by less than its width of 1/2048.

@@ -23,15 +23,15 @@ from kvpass.calibration.importance import (
     summed_loss,
 )
 from kvpass.calibration.samples import (
+    AttentionSample,
     CapturedKV,
     Exact,
     GradientObserver,
+    GradientSample,
     Kind,
     Observer,
     Replacement,
     Rotation,
-    Seen,
-    SeenGradient,
     windowed,
 )
 from kvpass.errors import OptionError, UnmatchedGraphError
@@ -39,7 +39,7 @@ from kvpass.graph.analysis.attention_site import AttentionSite
 from kvpass.graph.analysis.sites import Sites, find_sites
 from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.pattern import Miss
-from kvpass.rules.cache_before_rope import turned
+from kvpass.rules.cache_before_rope import rope_match
 from kvpass.rules.fuse_attention import attention_call
 from kvpass.rules.permutation.rotary import rotations
 
@@ -55,8 +55,8 @@ _replacement: ContextVar[Replacement | None] = ContextVar("replacement", default
 _exact: ContextVar[Exact] = ContextVar("exact", default=(0, 0))
 
 
-class Watched:
-    """Runs of a model over all batches, see `kvpass.calibration.samples.Pass`.
+class ModelRunner:
+    """Runs of a model over all batches, see `kvpass.calibration.samples.CalibrationRunner`.
 
     The model itself is not changed; its graphs run op by op. A run raises `UnmatchedGraphError` if
     no attention is found in them.
@@ -76,15 +76,15 @@ class Watched:
         self._found = 0
 
     def tokens(self, skip: int = 0) -> int:
-        """See `Pass.tokens`."""
+        """See `CalibrationRunner.tokens`."""
         return sum(len(ids) * max(0, ids.shape[1] - skip) for ids in self._batches)
 
     def __call__(self, observer: Observer, name: str) -> None:
-        """See `Pass.__call__`."""
+        """See `CalibrationRunner.__call__`."""
         known = inspect.signature(self._model.forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
-        def count(seen: Seen) -> None:
+        def count(seen: AttentionSample) -> None:
             self._found += 1
             observer(seen)
 
@@ -96,7 +96,7 @@ class Watched:
             _observer.reset(token)
 
     def gradients(self, observer: GradientObserver, name: str, exact: Exact = (0, 0)) -> None:
-        """See `Pass.gradients`."""
+        """See `CalibrationRunner.gradients`."""
         tokens = (_observer.set(lambda _: None), _exact.set(exact))
         try:
             with torch.enable_grad(), only_gradients_of(self._model, []):
@@ -106,7 +106,7 @@ class Watched:
             _exact.reset(tokens[1])
 
     def importance(self, name: str) -> Norms:
-        """See `Pass.importance`."""
+        """See `CalibrationRunner.importance`."""
         token = _observer.set(lambda _: None)
         try:
             every = only_gradients_of(self._model, matrices(self._model))
@@ -122,7 +122,7 @@ class Watched:
         return gradient_norms(self._model, found, bar)
 
     def loss(self, replacement: Replacement | None, name: str) -> float:
-        """See `Pass.loss`."""
+        """See `CalibrationRunner.loss`."""
         tokens = (_observer.set(lambda _: None), _replacement.set(replacement))
         total = 0.0
 
@@ -159,7 +159,7 @@ class Watched:
             # Keys and values that the loss does not depend on have none.
             gradient = torch.zeros_like(s.x) if s.probe.grad is None else s.probe.grad
             for kind in s.kinds:
-                observer(SeenGradient(s.layer, kind, s.x, gradient))
+                observer(GradientSample(s.layer, kind, s.x, gradient))
 
     def _run(self, step: Callable[[Tensor], Any], name: str) -> None:
         self._found = 0
@@ -215,7 +215,7 @@ class _Watcher:
         def look(out: Tensor, read: Sequence[Tensor], before: Tensor | str, *call: Any) -> Tensor:
             q, keys, values, mask, scale, sinks, softcap = call
             known = (q, keys, values, mask, scale, sinks, site.causal, softcap, halves, before)
-            seen = Seen(layer, *known)
+            seen = AttentionSample(layer, *known)
             _observer.get()(seen)
             return out if (found := _attended(seen, *read)) is None else found.reshape(out.shape)
 
@@ -268,7 +268,7 @@ class _Watcher:
         return update.new
 
 
-def _attended(seen: Seen, keys: Tensor, values: Tensor) -> Tensor | None:
+def _attended(seen: AttentionSample, keys: Tensor, values: Tensor) -> Tensor | None:
     """The attention's output with what is read instead; None: as it is."""
     replacement = _replacement.get()
     if replacement is not None:
@@ -283,7 +283,7 @@ def _attended(seen: Seen, keys: Tensor, values: Tensor) -> Tensor | None:
 
 def _before_rope(new: Node) -> Node | Miss:
     """Keys before their rotary embedding, themselves if they have none."""
-    found = turned(new)
+    found = rope_match(new)
     if found is None:
         return new
     if isinstance(found, Miss):

@@ -50,7 +50,7 @@ class CapturedKV:
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionSample:
     """One attention of a first prompt, its keys and values as the cache gets them.
 
     Attributes:
@@ -115,7 +115,7 @@ class Seen:
         return attention_weights(products * self.scale, mask, self.softcap, sinks)
 
 
-def windowed(seen: Seen, keys: Tensor, values: Tensor, exact: Exact) -> Tensor:
+def windowed(seen: AttentionSample, keys: Tensor, values: Tensor, exact: Exact) -> Tensor:
     """The output ``[B, Hq, T, Dv]`` of an attention that reads other ``keys`` and ``values``
     (shaped like its own) of all but the last tokens.
 
@@ -152,12 +152,12 @@ class Replacement:
 
 
 @dataclass(frozen=True)
-class SeenGradient:
+class GradientSample:
     """Keys, before or behind their rotary embedding (both, if they have none), or values of a first
     prompt, and the gradient of the language model's loss.
 
     Attributes:
-        layer: as `Seen`.
+        layer: as `AttentionSample`.
         kind: which of them.
         x: ``[B, H, T, D]``.
         gradient: of the sum of the tokens' losses, likewise, as far as later tokens read ``x``
@@ -171,11 +171,11 @@ class SeenGradient:
 
 
 # Looks at every attention of a batch.
-Observer = Callable[[Seen], None]
-GradientObserver = Callable[[SeenGradient], None]
+Observer = Callable[[AttentionSample], None]
+GradientObserver = Callable[[GradientSample], None]
 
 
-class Pass(Protocol):
+class CalibrationRunner(Protocol):
     """Runs a model over all texts once, an observer looking on; the text names the progress
     bar."""
 
@@ -197,11 +197,11 @@ class Pass(Protocol):
         """Nats per token, with keys or values replaced."""
 
 
-def layer_shapes(run: Pass) -> dict[tuple[str, Stored], tuple[int, int]]:
+def layer_shapes(run: CalibrationRunner) -> dict[tuple[str, Stored], tuple[int, int]]:
     """KV heads, and channels of each, of the keys and the values of every layer."""
     found: dict[tuple[str, Stored], tuple[int, int]] = {}
 
-    def look(seen: Seen) -> None:
+    def look(seen: AttentionSample) -> None:
         found[seen.layer, "keys"] = (seen.keys.shape[1], seen.keys.shape[3])
         found[seen.layer, "values"] = (seen.values.shape[1], seen.values.shape[3])
 

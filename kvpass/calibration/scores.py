@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.importance import means
-from kvpass.calibration.observe import Watched
+from kvpass.calibration.observe import ModelRunner
 from kvpass.calibration.samples import (
     STORED,
+    AttentionSample,
+    CalibrationRunner,
     Kind,
-    Pass,
     Replacement,
-    Seen,
     Stored,
     layer_dims,
     layer_shapes,
@@ -98,11 +98,11 @@ def score(
             f"candidates={shown(candidates)} are not supported; allowed: at least one "
             "kvpass.Plan, e.g. kvpass.recipe('kivi-2bit').plan(model.config)."
         )
-    run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
+    run = ModelRunner(model, token_batches(data, tokenizer, samples, length, batch), progress)
     return score_run(run, candidates, by)
 
 
-def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
+def score_run(run: CalibrationRunner, candidates: Sequence[Plan], by: By) -> Scores:
     """As `score`, of a run."""
     shapes = layer_shapes(run)
     for layer, dims in layer_dims(shapes).items():
@@ -125,12 +125,12 @@ def score_run(run: Pass, candidates: Sequence[Plan], by: By) -> Scores:
     return Scores(by, tuple(candidates), tensors)
 
 
-def _relative(run: Pass, candidates: Sequence[Plan]) -> Costs:
+def _relative(run: CalibrationRunner, candidates: Sequence[Plan]) -> Costs:
     """Norms of rounding errors over those of what is rounded."""
     errors: Costs = {}
     norms: Costs = {}
 
-    def look(seen: Seen) -> None:
+    def look(seen: AttentionSample) -> None:
         for kind in STORED:
             name = (seen.layer, kind)
             known = errors.setdefault(name, [0.0] * len(candidates))
@@ -148,7 +148,9 @@ def _relative(run: Pass, candidates: Sequence[Plan]) -> Costs:
     }
 
 
-def _losses(run: Pass, candidates: Sequence[Plan], shapes: Mapping[Name, Any]) -> Costs:
+def _losses(
+    run: CalibrationRunner, candidates: Sequence[Plan], shapes: Mapping[Name, Any]
+) -> Costs:
     """Differences of the loss."""
     plain = run.loss(None, "loss")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.importance import Norms, means
-from kvpass.calibration.observe import Watched
-from kvpass.calibration.samples import STORED, Exact, Pass, SeenGradient, Stored
+from kvpass.calibration.observe import ModelRunner
+from kvpass.calibration.samples import STORED, CalibrationRunner, Exact, GradientSample, Stored
 from kvpass.format.quantize import fake_quantize
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
@@ -53,21 +53,23 @@ def sensitivities(
         PlanError: if the plan does not fit the model.
         UnmatchedGraphError: if no attention is found in the model.
     """
-    run = Watched(model, token_batches(data, tokenizer, samples, length, batch), progress)
+    run = ModelRunner(model, token_batches(data, tokenizer, samples, length, batch), progress)
     found: dict[str, LayerScore] = {}
     for (layer, kind), (cost,) in weighted_errors(run, [plan]).items():
         setattr(found.setdefault(layer, LayerScore()), kind, cost)
     return found
 
 
-def weighted_errors(run: Pass, plans: Sequence[Plan]) -> dict[tuple[str, Stored], list[float]]:
+def weighted_errors(
+    run: CalibrationRunner, plans: Sequence[Plan]
+) -> dict[tuple[str, Stored], list[float]]:
     """For each plan, of the keys and the values of every layer: sums of squared errors times
     squared gradients, means over tokens. Gradients leave out what the plans' exact tokens tell."""
     found: dict[tuple[str, Stored], list[float]] = {}
     exact = exact_tokens([layer for plan in plans for layer in plan.layers.values()])
     tokens = run.tokens()
 
-    def look(seen: SeenGradient) -> None:
+    def look(seen: GradientSample) -> None:
         for i, plan in enumerate(plans):
             layer = plan.layer(seen.layer)
             if seen.kind != ("keys" if layer.before_rope else "before_rope"):
@@ -85,7 +87,7 @@ def exact_tokens(layers: Sequence[LayerPlan]) -> Exact:
     steps of a generation."""
 
     def exact(plan: TensorPlan) -> int:
-        return plan.residency.window + plan.residency.flush // 2
+        return plan.retention.window + plan.retention.pack_every // 2
 
     packed = [x for x in layers if not (x.keys.codec.identity or x.values.codec.identity)]
     keys, values = ([exact(getattr(x, kind)) for x in packed] for kind in STORED)
@@ -123,7 +125,7 @@ def importance_of_texts(
     model: Any, data: Iterable[Any], tokenizer: Any, samples: int, length: int, progress: bool
 ) -> Norms:
     """As `importance`, for every text."""
-    run = Watched(model, token_batches(data, tokenizer, samples, length, 1), progress)
+    run = ModelRunner(model, token_batches(data, tokenizer, samples, length, 1), progress)
     return run.importance("importance")
 
 

@@ -64,7 +64,7 @@ def add_kernels(commands: Any) -> None:
         "kernels", help="inspect the GPU kernels", description=description
     )
     command.add_argument("--recipe", help="default: kivi-4bit", metavar="NAME")
-    plan = "instead of a recipe, e.g. int2.channel32/window=0,flush=128"
+    plan = "instead of a recipe, e.g. int2.channel32/window=0,pack_every=128"
     command.add_argument("--k", metavar="PLAN", help=f"plan of the keys, {plan}")
     command.add_argument("--v", metavar="PLAN", help="plan of the values")
     command.add_argument("--target", default="sm_90", help="sm_80 or sm_90 (default)")
@@ -102,7 +102,7 @@ def run_kernels(options: argparse.Namespace) -> int:
     reports = [inspect_launch(x, capability) for x in distinct]
     layouts = layout_of(k, key_dim), layout_of(v, value_dim)
     budget = instruction_budget(*layouts, capability, KV_HEADS)
-    formats = "keys {}, values {}".format(*(tensor_plan.brief() for tensor_plan in stored))
+    formats = "keys {}, values {}".format(*(tensor_plan.summary() for tensor_plan in stored))
     print(f"{formats}, head_dim {key_dim}/{value_dim}, {heads} query heads per KV head, "
           f"{options.target}")  # fmt: skip
     print(_row("kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpass._torch import storage_key
 from kvpass.cocktail.context import Request, current
-from kvpass.cocktail.placement import Levels, joined, on_device, segment_of_tokens, slots_of
+from kvpass.cocktail.placement import ChunkFormat, joined, on_device, segment_of_tokens, slots_of
 from kvpass.errors import CacheStateError
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.order import ChannelOrder
@@ -75,7 +75,7 @@ class Placed:
 
 def place(
     handles: Sequence[ChunkedKV],
-    levels: Levels,
+    chunk_format: ChunkFormat,
     batch: int,
     new: int,
     device: torch.device,
@@ -86,7 +86,7 @@ def place(
     Args:
         handles: what they are to extend: keys and values of all layers, which get room; none for a
             first prompt.
-        levels: of them.
+        chunk_format: what their plans say of chunks.
         tell: whether to warn if a first prompt has no bits.
 
     Raises:
@@ -100,10 +100,10 @@ def place(
     if request is None and not handles and tell():
         warnings.warn(_NO_BITS, stacklevel=2)
     bits = None if request is None else request.bits
-    segments = segment_of_tokens(bits, levels, batch, new)
-    numbers = slots_of(segments, levels)
-    counts = [(segments == s).sum(1) for s in range(len(levels.chunk_bits))]
-    slots = [s.view(batch, -1, levels.tile) for s in on_device(numbers, device)]
+    segments = segment_of_tokens(bits, chunk_format, batch, new)
+    numbers = slots_of(segments, chunk_format)
+    counts = [(segments == s).sum(1) for s in range(len(chunk_format.chunk_bits))]
+    slots = [s.view(batch, -1, chunk_format.tile) for s in on_device(numbers, device)]
     if not handles:
         places = [s.flatten(1) for s in slots]
         return Placed(slots, places, int(counts[-1].max(initial=0)), request, past, new)
@@ -114,10 +114,10 @@ def place(
     for known, more in zip(held, numbers, strict=True):
         rows = zip(known, more, strict=True)
         parts = [(a[a >= 0].astype(np.int32), past + b[b >= 0]) for a, b in rows]
-        after.append(joined(parts, levels.tile))
+        after.append(joined(parts, chunk_format.tile))
     longest = [int((x >= 0).sum(1).max(initial=0)) for x in after]
     for handle in handles:
-        handle.reserve_segments(longest, levels.tile)
+        handle.reserve_segments(longest, chunk_format.tile)
     return Placed(slots, on_device(after, device), longest[-1], request, past, new)
 
 

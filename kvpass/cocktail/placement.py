@@ -20,7 +20,7 @@ Numbers = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Levels:
+class ChunkFormat:
     """What the plans of all cache tensors of a model say of the chunks of a prompt.
 
     Attributes:
@@ -34,7 +34,7 @@ class Levels:
     tile: int
 
     @staticmethod
-    def of(plans: Sequence[ChunkedPlan]) -> Levels:
+    def of(plans: Sequence[ChunkedPlan]) -> ChunkFormat:
         """Those of ``plans``.
 
         Raises:
@@ -43,13 +43,15 @@ class Levels:
         for plan in plans:
             if (plan.chunk_bits, plan.chunk) != (plans[0].chunk_bits, plans[0].chunk):
                 raise PlanError(
-                    "The layers of a model need the same levels for the chunks of a prompt, not "
+                    "The layers of a model need the same bits for the chunks of a prompt, not "
                     f"{plans[0]} and {plan}."
                 )
-        return Levels(plans[0].chunk_bits, plans[0].chunk, math.lcm(*(plan.tile for plan in plans)))
+        return ChunkFormat(
+            plans[0].chunk_bits, plans[0].chunk, math.lcm(*(plan.tile for plan in plans))
+        )
 
 
-def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None:
+def check_bits(bits: ChunkBits, chunk_format: ChunkFormat, batch: int, tokens: int) -> None:
     """Raises:
     OptionError: if ``bits`` do not fit a prompt of ``batch`` sequences of ``tokens``.
     """
@@ -58,9 +60,9 @@ def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None
             f"The chunk bits are those of {len(bits.bits)} sequences, the prompt has {batch}."
         )
     chunk = bits.chunk
-    if chunk % levels.chunk:
+    if chunk % chunk_format.chunk:
         raise OptionError(
-            f"chunk={shown(chunk)} is not supported; allowed: a multiple of {levels.chunk} "
+            f"chunk={shown(chunk)} is not supported; allowed: a multiple of {chunk_format.chunk} "
             "tokens, the chunk of the plan."
         )
     for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
@@ -69,28 +71,28 @@ def check_bits(bits: ChunkBits, levels: Levels, batch: int, tokens: int) -> None
                 f"Sequence {row} has {len(asked)} chunks of {chunk} tokens from token {start} on, "
                 f"the prompt {tokens} tokens."
             )
-        strange = [b for b in asked if b not in levels.chunk_bits]
-        if strange:
-            known = ", ".join(f"{label:g}" for label in levels.chunk_bits)
+        unknown = [b for b in asked if b not in chunk_format.chunk_bits]
+        if unknown:
+            known = ", ".join(f"{label:g}" for label in chunk_format.chunk_bits)
             raise OptionError(
-                f"A chunk of sequence {row} is to have {shown(strange[0])} bits; allowed: {known}."
+                f"A chunk of sequence {row} is to have {shown(unknown[0])} bits; allowed: {known}."
             )
 
 
 def segment_of_tokens(
-    bits: ChunkBits | None, levels: Levels, batch: int, tokens: int
+    bits: ChunkBits | None, chunk_format: ChunkFormat, batch: int, tokens: int
 ) -> NDArray[Any]:
     """The segment of each token, int8 ``[batch, tokens]``; the last one is exact.
 
     Raises:
         OptionError: see `check_bits`.
     """
-    found = np.full((batch, tokens), len(levels.chunk_bits) - 1, np.int8)
+    found = np.full((batch, tokens), len(chunk_format.chunk_bits) - 1, np.int8)
     if bits is None:
         return found
-    check_bits(bits, levels, batch, tokens)
+    check_bits(bits, chunk_format, batch, tokens)
     for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
-        segments = np.array([levels.chunk_bits.index(b) for b in asked], np.int8)
+        segments = np.array([chunk_format.chunk_bits.index(b) for b in asked], np.int8)
         found[row, start : start + bits.chunk * len(asked)] = np.repeat(segments, bits.chunk)
     return found
 
@@ -106,11 +108,11 @@ def joined(rows: Sequence[Sequence[Numbers]], tile: int) -> Numbers:
     return out
 
 
-def slots_of(segments: NDArray[Any], levels: Levels) -> list[Numbers]:
+def slots_of(segments: NDArray[Any], chunk_format: ChunkFormat) -> list[Numbers]:
     """For each segment the tokens that go there, ``[B, N]``, see `joined`."""
     return [
-        joined([[np.flatnonzero(row == s).astype(np.int32)] for row in segments], levels.tile)
-        for s in range(len(levels.chunk_bits))
+        joined([[np.flatnonzero(row == s).astype(np.int32)] for row in segments], chunk_format.tile)
+        for s in range(len(chunk_format.chunk_bits))
     ]
 
 

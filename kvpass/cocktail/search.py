@@ -18,7 +18,7 @@ from kvpass.format.codec import BITS
 
 Ids = list[int]
 # 16 is the model's own dtype.
-LEVELS = (*BITS, 16)
+CHUNK_BITS = (*BITS, 16)
 
 
 def chunk_bits(
@@ -30,7 +30,7 @@ def chunk_bits(
     chunk: int = 32,
     alpha: float = 0.6,
     beta: float = 0.1,
-    levels: tuple[float, float, float] = (2, 4, 16),
+    bits: tuple[float, float, float] = (2, 4, 16),
     input_ids: Any = None,
     starts: int | Sequence[int] | None = None,
 ) -> ChunkBits:
@@ -52,7 +52,7 @@ def chunk_bits(
         tokenizer: the model's own.
         chunk: tokens. What is left behind the last whole chunk stays exact.
         alpha, beta: of `thresholds`.
-        levels: bits of chunks below the low threshold, between both, and above the high one.
+        bits: of chunks below the low threshold, between both, and above the high one.
         input_ids: the model's input, a row of token ids for each sequence, padding included.
         starts: at which token of the input each context begins; None: where it is first found in
             ``input_ids``, or 0 without them.
@@ -64,7 +64,7 @@ def chunk_bits(
     if isinstance(encoder, PreTrainedModel):
         encoder = TokenEmbeddings(encoder, tokenizer)
     check_chunk(chunk)
-    _check_levels(levels)
+    _check_bits(bits)
     _check_shares(alpha, beta)
     contexts = _batch("context", context, tokenizer, special=input_ids is None)
     queries = _queries(query, len(contexts))
@@ -77,13 +77,13 @@ def chunk_bits(
     # The tail stays as it is, wherever a tokenizer lets it end.
     contexts = [ids[: len(ids) - len(ids) % chunk] for ids in contexts]
     places = _starts(contexts, input_ids, starts, tokenizer)
-    bits, scores = [], []
+    chosen, scores = [], []
     for ids, asked in zip(contexts, queries, strict=True):
         pieces = [ids[i : i + chunk] for i in range(0, len(ids), chunk)]
         found = relevance(encoder, _texts(tokenizer, pieces), asked)
         scores.append(found)
-        bits.append(_assigned(found, alpha, beta, levels))
-    return ChunkBits(tuple(bits), tuple(places), chunk, tuple(scores))
+        chosen.append(_assigned(found, alpha, beta, bits))
+    return ChunkBits(tuple(chosen), tuple(places), chunk, tuple(scores))
 
 
 def thresholds(scores: Sequence[float], alpha: float, beta: float) -> tuple[float, float]:
@@ -112,10 +112,10 @@ def relevance(encoder: Encoder | Ranker, chunks: list[str], query: str) -> tuple
 
 
 def _assigned(
-    scores: Sequence[float], alpha: float, beta: float, levels: tuple[float, float, float]
+    scores: Sequence[float], alpha: float, beta: float, bits: tuple[float, float, float]
 ) -> tuple[float, ...]:
     low, high = thresholds(scores, alpha, beta)
-    few, some, many = levels
+    few, some, many = bits
     # With alpha + beta = 1, rounding may leave the high threshold below the low one.
     return tuple(many if s > high else few if s < low else some for s in scores)
 
@@ -220,12 +220,12 @@ def _starts(
     return found
 
 
-def _check_levels(levels: Any) -> None:
-    fits = isinstance(levels, Sequence) and len(levels) == 3 and all(b in LEVELS for b in levels)
-    if not fits or list(levels) != sorted(levels):
+def _check_bits(bits: Any) -> None:
+    fits = isinstance(bits, Sequence) and len(bits) == 3 and all(b in CHUNK_BITS for b in bits)
+    if not fits or list(bits) != sorted(bits):
         raise OptionError(
-            f"levels={shown(levels)} is not supported; allowed: three of "
-            f"{', '.join(map(str, LEVELS))}, the fewest bits first."
+            f"bits={shown(bits)} is not supported; allowed: three of "
+            f"{', '.join(map(str, CHUNK_BITS))}, the fewest bits first."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from kvpass.errors import PlanError, shown
 from kvpass.format.codec import FP, Codec
 from kvpass.format.layout import Field, codec_fields, codec_sizes
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TILE, Segment, TensorPlan
 
 _PLAN = re.compile(r"(?P<codecs>[^/]+\|fp)/chunk=(?P<chunk>\d+)")
@@ -41,8 +41,8 @@ class ChunkedPlan(TensorPlan):
     chunk: int = 0
 
     def __post_init__(self) -> None:
-        alone = self.codec.identity and self.residency == Residency()
-        if not alone or (self.keep, self.room, self.rope) != (None, None, None):
+        alone = self.codec.identity and self.retention == RetentionPolicy()
+        if not alone or (self.window_size, self.room, self.rope) != (None, None, None):
             raise PlanError(f"Chunks ({self}) take no window, sinks or rotary embedding.")
         codecs, chunk = self.chunk_codecs, self.chunk
         if not codecs or type(chunk) is not int or chunk < 1:
@@ -56,7 +56,7 @@ class ChunkedPlan(TensorPlan):
                     f"chunk={chunk} is no multiple of the group of {codec.token_group} tokens that "
                     f"share a scale in {codec}."
                 )
-            if codec.offline or codec.outliers:
+            if codec.static_ranges or codec.outliers:
                 raise PlanError(
                     f"Chunks cannot be stored as {codec}: calibrated ranges and outliers are not "
                     "supported there."
@@ -102,7 +102,9 @@ class ChunkedPlan(TensorPlan):
         if codec.identity:
             return TensorPlan()
         channel = codec.axis == "channel"
-        return TensorPlan(codec, Residency(0, self.tile) if channel else Residency(TILE))
+        return TensorPlan(
+            codec, RetentionPolicy(0, self.tile) if channel else RetentionPolicy(TILE)
+        )
 
     def unsupported_pair(self, values: TensorPlan) -> str | None:
         """See `TensorPlan.unsupported_pair`."""
@@ -112,9 +114,9 @@ class ChunkedPlan(TensorPlan):
             return f"keys {self} and values {values} do not have the same bits of chunks"
         return None
 
-    def sliding(self, keep: int) -> TensorPlan:
+    def sliding(self, window_size: int) -> TensorPlan:
         """Without chunks: a window forgets them."""
-        return self.uniform.sliding(keep)
+        return self.uniform.sliding(window_size)
 
     def static(self, room: int) -> TensorPlan:
         """Raises:

@@ -1,7 +1,7 @@
 """Filters: which tokens stay exact although they have left the exact window (SKVQ, section 3.2).
 
 A filter gives every token of a cache tensor a score; the tokens with the highest scores of each KV
-head stay exact. The first tokens, which stay too, are no filter but `Residency.sinks`.
+head stay exact. The first tokens, which stay too, are no filter but `RetentionPolicy.sinks`.
 """
 
 from __future__ import annotations

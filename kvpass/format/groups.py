@@ -31,27 +31,27 @@ class Groups:
 
     axis: Axis
     size: int
-    pairs: bool = False
+    half_split: bool = False
     sizes: tuple[int, ...] | None = None
 
-    def joined_heads(self, dim: int) -> int:
+    def heads_per_group(self, dim: int) -> int:
         """Heads that a group spans."""
         return max(1, self.size // dim) if self.axis == "token" else 1
 
-    def misfit(self, dim: int, heads: int | None) -> str | None:
+    def unsupported_reason(self, dim: int, heads: int | None) -> str | None:
         """Why ``heads`` (None: any number) of ``dim`` channels cannot be divided so, or None."""
         if self.axis == "channel":
             return None
-        joined = self.joined_heads(dim)
+        joined = self.heads_per_group(dim)
         if max(self.size, dim) % min(self.size, dim):
             return f"group {self.size} does not divide head_dim {dim}"
         if heads is not None and heads % joined:
             return f"group {self.size} spans {joined} heads of {dim}, which {heads} do not fill"
-        if self.pairs and (dim % 2 or self.size % 2 or joined > 1):
+        if self.half_split and (dim % 2 or self.size % 2 or joined > 1):
             return f"a group of {self.size} is no two runs half a head of {dim} apart"
-        return None if self.sizes is None or heads is None else self._sizes_misfit(dim, heads)
+        return None if self.sizes is None or heads is None else self._sizes_unsupported(dim, heads)
 
-    def _sizes_misfit(self, dim: int, heads: int) -> str | None:
+    def _sizes_unsupported(self, dim: int, heads: int) -> str | None:
         assert self.sizes is not None
         each = dim // self.size
         found = [sum(self.sizes[i : i + each]) for i in range(0, len(self.sizes), each)]
@@ -60,7 +60,7 @@ class Groups:
                 f"{len(self.sizes)} sizes of groups do not fill {heads} heads of {dim} channels "
                 f"with {each} groups each"
             )
-        if self.pairs and any(size % 2 for size in self.sizes):
+        if self.half_split and any(size % 2 for size in self.sizes):
             return "a group of pairs has an odd number of channels"
         return None
 
@@ -68,7 +68,7 @@ class Groups:
         """Of one number for each group."""
         if self.axis == "channel":
             return batch, heads, tokens // self.size if self.size else 1, dim
-        joined = self.joined_heads(dim)
+        joined = self.heads_per_group(dim)
         return batch, heads // joined, tokens, dim * joined // self.size
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,12 +88,12 @@ class Groups:
         b, h, t, d = x.shape
         if self.axis == "channel":
             return x.reshape(b, h, t // self.size, self.size, d) if self.size else x.unsqueeze(2)
-        joined = self.joined_heads(d)
+        joined = self.heads_per_group(d)
         if joined > 1:
             return x.reshape(b, h // joined, joined, t, d)
         if self.sizes is not None:
             return x
-        if self.pairs:
+        if self.half_split:
             return x.reshape(b, h, t, 2, d // self.size, self.size // 2)
         return x.reshape(b, h, t, d // self.size, self.size)
 
@@ -103,7 +103,7 @@ class Groups:
         if self.sizes is not None:
             index = self.members(heads, dim, number.device)
             return torch.take_along_dim(number, index[None, :, None], dim=3)
-        if self.joined_heads(dim) > 1:
+        if self.heads_per_group(dim) > 1:
             return number.unsqueeze(2)
         for place in self._dims(dim):
             number = number.unsqueeze(place)
@@ -119,16 +119,16 @@ class Groups:
         """The dimensions of `split` that are one group."""
         if self.axis == "channel":
             return (3,)
-        if self.joined_heads(dim) > 1:
+        if self.heads_per_group(dim) > 1:
             return (2, 4)
-        return (3, 5) if self.pairs else (4,)
+        return (3, 5) if self.half_split else (4,)
 
 
 @lru_cache(maxsize=1024)
 def _members(groups: Groups, heads: int, dim: int, device: str) -> Tensor:
     each = max(1, dim // groups.size)
     sizes = groups.sizes or (min(groups.size, dim),) * (heads * each)
-    runs = 2 if groups.pairs else 1
+    runs = 2 if groups.half_split else 1
     counts = torch.tensor(sizes, device=device).view(heads, 1, each) // runs
     numbers = torch.arange(each, device=device).expand(heads, runs, each)
     counts = counts.expand(heads, runs, each)

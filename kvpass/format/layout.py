@@ -163,14 +163,14 @@ def codec_fields(codec: Codec, suffix: str, overwritten: Overwritten = "never") 
     words = ("batch", "heads", grows, f"words{suffix}")
     yield Field(f"codes{suffix}", words, torch.int16, **room)  # type: ignore[arg-type]
     name = f"qparams{suffix}"
-    if codec.offline:
-        yield Field(name, ("batch", "heads", 1, "channels"), codec.param_dtype, constant=True)
+    if codec.static_ranges:
+        yield Field(name, ("batch", "heads", 1, "channels"), codec.qparam_dtype, constant=True)
     elif codec.axis == "channel":
         shape: tuple[Dim, ...] = ("batch", "heads", grows, "channels")
-        yield Field(name, shape, codec.param_dtype, group=codec.group, **room)  # type: ignore[arg-type]
+        yield Field(name, shape, codec.qparam_dtype, group=codec.group, **room)  # type: ignore[arg-type]
     else:
         shape = ("batch", f"group_heads{suffix}", f"groups{suffix}", grows)
-        yield Field(name, shape, codec.param_dtype, **room)  # type: ignore[arg-type]
+        yield Field(name, shape, codec.qparam_dtype, **room)  # type: ignore[arg-type]
 
 
 def codec_sizes(codec: Codec, suffix: str, heads: int, channels: int) -> dict[str, int]:

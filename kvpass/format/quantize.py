@@ -91,7 +91,7 @@ def normalized(codec: Codec, x: Tensor, params: Tensor | None) -> tuple[Tensor, 
 
 def _ranges(codec: Codec, x: Tensor, params: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The params of the groups of ``x``, not yet as they lie in memory, and its outliers."""
-    if codec.offline:
+    if codec.static_ranges:
         assert params is not None
         params = params.view(-1, *params.shape[-3:])
         outliers = _beyond(codec, x, *split_params(params)) if codec.outliers else None
@@ -147,30 +147,32 @@ def split_outliers(outliers: Tensor) -> tuple[Tensor, Tensor]:
 def _range(codec: Codec, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """The two numbers that are stored of each group between ``low`` and ``high``: scale and
     minimum, or of levels in a table half the width and the centre (KVQuant, section 3.3)."""
-    number = NUMBERS[codec.param_dtype]
-    if codec.table is not None:
+    number = NUMBERS[codec.qparam_dtype]
+    if codec.codebook is not None:
         return rounded_to((high - low) / 2, number), rounded_to((high + low) / 2, number)
     # The range is clipped as a whole, so that no sum follows a product: compilers that join them
     # would round differently.
     clip = _clips(codec.clip, str(low.device), low.shape[1])
-    return rounded_to((high - low) * clip / codec.levels, number), rounded_to(low * clip, number)
+    return rounded_to((high - low) * clip / codec.max_code, number), rounded_to(low * clip, number)
 
 
 def _nearest(codec: Codec, x: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     """Codes are chosen against the rounded numbers: those are what decoding will use."""
     normal = (x - least) / scale
-    if codec.table is None:
-        codes = normal.round_().nan_to_num_().clamp_(0, codec.levels)
+    if codec.codebook is None:
+        codes = normal.round_().nan_to_num_().clamp_(0, codec.max_code)
         return torch.where(scale > 0, codes, 0.0).to(torch.int32)
-    middles = _numbers(codec.middles, str(x.device))
+    middles = _numbers(codec.midpoints, str(x.device))
     return torch.bucketize(normal.contiguous(), middles, out_int32=True)
 
 
 def _values(codec: Codec, codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     """What codes decode to."""
-    if codec.decoded is None:
+    if codec.decoded_codebook is None:
         return torch.addcmul(least, codes.float(), scale)
-    return torch.addcmul(least, _numbers(codec.decoded, str(codes.device))[codes.long()], scale)
+    return torch.addcmul(
+        least, _numbers(codec.decoded_codebook, str(codes.device))[codes.long()], scale
+    )
 
 
 def _extreme(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,10 +192,10 @@ def _extreme(x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def _beyond(codec: Codec, x: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     """Of each token: the outliers that lie furthest beyond the ranges of their channels."""
     b, h, t, d = x.shape
-    if codec.table is not None:
+    if codec.codebook is not None:
         low, high = least - scale, least + scale
     else:
-        low, high = least, least + scale * codec.levels
+        low, high = least, least + scale * codec.max_code
     excess = torch.maximum(low - x, x - high).transpose(1, 2).reshape(b, t, h * d)
     found = excess.topk(codec.outliers, dim=2)
     values = x.transpose(1, 2).reshape(b, t, h * d).gather(2, found.indices)

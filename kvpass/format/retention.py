@@ -1,4 +1,4 @@
-"""`Residency`: which tokens of a cache tensor are packed and which stay exact."""
+"""`RetentionPolicy`: which tokens of a cache tensor are packed and which stay exact."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_STEP = 16
 
 
 @dataclass(frozen=True)
-class Residency:
+class RetentionPolicy:
     """The exact tokens: the first `sinks` and the last `window` always stay exact; those in between
-    are packed `flush` at a time.
+    are packed `pack_every` at a time.
 
     Of the last tokens a ratio may stay exact instead, if that is more than `window`. Its floor is
     that of its decimals, and sinks do not count. Either rule keeps ``floor(ratio * T)`` of a first
@@ -29,26 +29,26 @@ class Residency:
 
     Attributes:
         window: tokens.
-        flush: tokens.
+        pack_every: tokens.
         sinks: tokens (attention sinks: SKVQ, section 3.2, after StreamingLLM).
-        kept: tokens of every KV head that stay exact because ``filter`` likes them best.
+        retained: tokens of every KV head that stay exact because ``filter`` likes them best.
         filter: the name of a filter, see `kvpass.format.filters`.
         pivotal: ratio of the tokens that were exact when a step ended, new ones included, as KVmix
             writes it ("Dynamic Pivotal Context Selection"). Every step applies it to what the last
-            one left: of a prompt, 4096 tokens at 0.1 become 416, 65, 34, ..., with flushes of 32.
+            one left: of a prompt, 4096 tokens at 0.1 become 416, 65, 34, ..., packed 32 at a time.
         fraction: ratio of all tokens, which is what KVmix's text promises.
     """
 
     window: int = 0
-    flush: int = 1
+    pack_every: int = 1
     sinks: int = 0
-    kept: int = 0
+    retained: int = 0
     filter: str | None = None
     pivotal: float = 0.0
     fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 0), ("flush", 1), ("sinks", 0), ("kept", 0)):
+        for name, least in (("window", 0), ("pack_every", 1), ("sinks", 0), ("retained", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise OptionError(
@@ -57,10 +57,10 @@ class Residency:
                 )
         if self.filter is not None:
             filter_named(self.filter)
-        if (self.filter is None) != (self.kept == 0):
+        if (self.filter is None) != (self.retained == 0):
             raise OptionError(
-                f"filter={shown(self.filter)} is not supported with kept={self.kept}; allowed: a "
-                "filter and a number of tokens, or neither."
+                f"filter={shown(self.filter)} is not supported with retained={self.retained}; "
+                "allowed: a filter and a number of tokens, or neither."
             )
         for name in ("pivotal", "fraction"):
             ratio: Any = getattr(self, name)
@@ -86,9 +86,9 @@ class Residency:
         """How many tokens stay exact depends on how many there are."""
         return bool(self.pivotal or self.fraction)
 
-    def window_only(self) -> Residency:
+    def window_only(self) -> RetentionPolicy:
         """Without tokens that stay exact for their own sake."""
-        return Residency(self.window, self.flush)
+        return RetentionPolicy(self.window, self.pack_every)
 
     def stay(self, exact: int, packed: int = 0) -> int:
         """How many of ``exact`` unpacked tokens behind ``packed`` others stay so at least, if there
@@ -102,9 +102,9 @@ class Residency:
 
     def due(self, exact: int, packed: int = 0) -> int:
         """How many of ``exact`` unpacked tokens behind ``packed`` others are to be packed now:
-        whole flushes beyond those that `stay`. Sinks do not count.
+        whole multiples of `pack_every` beyond those that `stay`. Sinks do not count.
 
         Both may be symbolic (`torch.sym_max` leaves no guard behind).
         """
         beyond: int = torch.sym_max(exact - self.stay(exact, packed), 0)
-        return beyond // self.flush * self.flush
+        return beyond // self.pack_every * self.pack_every

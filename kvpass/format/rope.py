@@ -1,4 +1,4 @@
-"""`Rope`: which channels of stored keys are still to be turned by rotary embeddings."""
+"""`Rope`: which channels of stored keys are still to be rotated by rotary embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = re.compile(r"(halves|neighbours)(\d+)-(\d+)")
 class Rope:
     """Keys are stored as they were before their rotary embedding (KVQuant, section 3.2).
 
-    Channels ``start ... stop`` of each head are turned in pairs when they are read. One *row* for
+    Channels ``start ... stop`` of each head are rotated in pairs when they are read. One *row* for
     each token holds its cosines and sines, ``[..., stop - start]``: those of the pairs, first the
     cosines, then the sines. All layers share the rows.
 
@@ -59,11 +59,11 @@ class Rope:
 
     @property
     def channels(self) -> int:
-        """That are turned; as many numbers are a row."""
+        """That are rotated; as many numbers are a row."""
         return self.stop - self.start
 
     def turn(self, x: Tensor, rows: Tensor) -> Tensor:
-        """``x`` ``[B, H, n, D]``, turned by ``rows`` ``[B or 1, n, channels]``, in the dtype of
+        """``x`` ``[B, H, n, D]``, rotated by ``rows`` ``[B or 1, n, channels]``, in the dtype of
         ``x`` (computed in float32)."""
         cos, sin = rows.float().unsqueeze(1).chunk(2, dim=-1)
         part = x[..., self.start : self.stop].float()
@@ -71,10 +71,10 @@ class Rope:
             a, b = part.chunk(2, dim=-1)
         else:
             a, b = part[..., 0::2], part[..., 1::2]
-        turned = (a * cos - b * sin, b * cos + a * sin)
+        rotated = (a * cos - b * sin, b * cos + a * sin)
         if self.kind == "halves":
-            joined = torch.cat(turned, dim=-1)
+            joined = torch.cat(rotated, dim=-1)
         else:
-            joined = torch.stack(turned, dim=-1).flatten(-2)
+            joined = torch.stack(rotated, dim=-1).flatten(-2)
         parts = (x[..., : self.start], joined.to(x.dtype), x[..., self.stop :])
         return torch.cat(parts, dim=-1)

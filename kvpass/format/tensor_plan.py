@@ -14,7 +14,7 @@ import torch
 from kvpass.errors import PlanError, shown
 from kvpass.format.codec import FP, NUMBER, Codec
 from kvpass.format.layout import Field, Overwritten, StateLayout, codec_fields, codec_sizes
-from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.retention import MAX_STEP, RetentionPolicy
 from kvpass.format.rope import Rope
 
 # Capacities are whole tiles; two at least, since the compiler specialises dimensions of size 0 and
@@ -22,13 +22,13 @@ from kvpass.format.rope import Rope
 TILE = 128
 
 _PLAN = re.compile(
-    r"(?P<codec>[^/|]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),flush=(?P<flush>\d+)"
+    r"(?P<codec>[^/|]+)(/(sinks=(?P<sinks>\d+),)?window=(?P<window>\d+),pack_every=(?P<pack_every>\d+)"
     r"(,pivotal=(?P<pivotal>0\.\d+))?(,fraction=(?P<fraction>0\.\d+))?"
-    r"(,kept=(?P<kept>\d+),filter=(?P<filter>\w+))?)?"
-    r"(/keep=(?P<keep>\d+))?(/room=(?P<room>\d+))?(/rope=(?P<rope>\w+-\d+))?"
+    r"(,retained=(?P<retained>\d+),filter=(?P<filter>\w+))?)?"
+    r"(/window_size=(?P<window_size>\d+))?(/room=(?P<room>\d+))?(/rope=(?P<rope>\w+-\d+))?"
 )
 
-_LIST = re.compile(rf"(?<=clip|izes|able){NUMBER}(?:,{NUMBER})+")
+_LIST = re.compile(rf"(?<=clip|izes|book){NUMBER}(?:,{NUMBER})+")
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class TensorPlan:
 
     Attributes:
         codec: of the tokens that have left the exact window.
-        residency: which those are.
-        keep: tokens that a sliding window leaves in the cache between two steps, None for all.
-            Token ``t`` is then stored at slot ``t % capacity``, so that whole groups leave by being
-            overwritten.
+        retention: which those are.
+        window_size: tokens that a sliding window leaves in the cache between two steps, None for
+            all. Token ``t`` is then stored at slot ``t % capacity``, so that whole groups leave by
+            being overwritten.
         room: tokens of a static cache's buffer, None if the tensor grows. Its logical length is
-            always ``room``; tokens that are not written yet are zeros. ``keep`` is then one less:
-            where a static window is full, a new token takes the place of the oldest.
+            always ``room``; tokens that are not written yet are zeros. ``window_size`` is then one
+            less: where a static window is full, a new token takes the place of the oldest.
         rope: keys are stored before their rotary embedding, which they get when they are read.
 
     Raises:
@@ -64,31 +64,35 @@ class TensorPlan:
     takes_rope: ClassVar[bool] = True
 
     codec: Codec = FP
-    residency: Residency = field(default_factory=Residency)
-    keep: int | None = None
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    window_size: int | None = None
     room: int | None = None
     rope: Rope | None = None
 
     def __post_init__(self) -> None:
-        if self.room is not None and self.keep != self.room - 1:
-            raise PlanError(f"room={self.room} needs keep={self.room - 1}, not keep={self.keep}.")
-        for name in ("keep", "room"):
+        if self.room is not None and self.window_size != self.room - 1:
+            raise PlanError(
+                f"room={self.room} needs window_size={self.room - 1}, not {self.window_size}."
+            )
+        for name in ("window_size", "room"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise PlanError(
                     f"{name}={shown(value)} is not supported; allowed: a positive number of tokens."
                 )
-        if self.keep is not None and (self.sinks or self.kept):
+        if self.window_size is not None and (self.sinks or self.retained):
             raise PlanError(
-                f"sinks={self.sinks} and kept={self.kept} cannot stay where only {self.keep} "
-                "tokens do."
+                f"sinks={self.sinks} and retained={self.retained} cannot stay where only "
+                f"{self.window_size} tokens do."
             )
-        if self.keep is not None and self.grows:
-            raise PlanError(f"No ratio of the tokens can stay exact where only {self.keep} stay.")
-        if self.residency.flush % self.codec.token_group:
+        if self.window_size is not None and self.grows:
+            raise PlanError(
+                f"No ratio of the tokens can stay exact where only {self.window_size} stay."
+            )
+        if self.retention.pack_every % self.codec.token_group:
             raise PlanError(
                 f"group {self.codec.token_group} of {self.codec} does not divide the residual of "
-                f"{self.residency.flush} tokens that are packed at a time."
+                f"{self.retention.pack_every} tokens that are packed at a time."
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,19 +103,19 @@ class TensorPlan:
         text = str(self.codec)
         if not self.codec.identity:
             sinks = f"sinks={self.sinks}," if self.sinks else ""
-            text += f"/{sinks}window={self.residency.window},flush={self.residency.flush}"
+            text += f"/{sinks}window={self.retention.window},pack_every={self.retention.pack_every}"
             for name in ("pivotal", "fraction"):
-                if ratio := getattr(self.residency, name):
+                if ratio := getattr(self.retention, name):
                     text += f",{name}={ratio}"
-            if self.kept:
-                text += f",kept={self.kept},filter={self.residency.filter}"
-        if self.keep is not None:
-            text += f"/keep={self.keep}"
+            if self.retained:
+                text += f",retained={self.retained},filter={self.retention.filter}"
+        if self.window_size is not None:
+            text += f"/window_size={self.window_size}"
         if self.room is not None:
             text += f"/room={self.room}"
         return text if self.rope is None else f"{text}/rope={self.rope}"
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         """Printed for people: of lists with a number for each group, the least and the largest."""
         return _LIST.sub(_ends, str(self))
 
@@ -122,27 +126,29 @@ class TensorPlan:
         if match is None or (match["window"] is None) != (match["codec"] == "fp"):
             return None
         codec = Codec.parse(match["codec"])
-        residency = Residency()
+        retention = RetentionPolicy()
         if not codec.identity:
-            window, flush, sinks, kept = (
-                int(match[name] or 0) for name in ("window", "flush", "sinks", "kept")
+            window, pack_every, sinks, retained = (
+                int(match[name] or 0) for name in ("window", "pack_every", "sinks", "retained")
             )
             ratios = (float(match[name] or 0) for name in ("pivotal", "fraction"))
-            residency = Residency(window, flush, sinks, kept, match["filter"], *ratios)
-        keep, room = (int(match[name]) if match[name] else None for name in ("keep", "room"))
+            retention = RetentionPolicy(
+                window, pack_every, sinks, retained, match["filter"], *ratios
+            )
+        window_size, room = (int(x) if (x := match[n]) else None for n in ("window_size", "room"))
         rope = Rope.parse(match["rope"]) if match["rope"] else None
-        return cls(codec, residency, keep, room, rope)
+        return cls(codec, retention, window_size, room, rope)
 
-    def sliding(self, keep: int) -> TensorPlan:
-        """This plan for a cache that keeps the last ``keep`` tokens.
+    def sliding(self, window_size: int) -> TensorPlan:
+        """This plan for a cache that keeps the last ``window_size`` tokens.
 
         The identity where the exact window would hold all of them: packing would only add to it.
         Without sinks and filter: the window forgets the first tokens, and with them their
         positions. Without a ratio: what the window keeps does not grow.
         """
-        if keep <= self.residency.window + self.residency.flush:
-            return TensorPlan(keep=keep, rope=self.rope)
-        return replace(self, residency=self.residency.window_only(), keep=keep)
+        if window_size <= self.retention.window + self.retention.pack_every:
+            return TensorPlan(window_size=window_size, rope=self.rope)
+        return replace(self, retention=self.retention.window_only(), window_size=window_size)
 
     @staticmethod
     def op(name: str) -> str:
@@ -180,7 +186,9 @@ class TensorPlan:
         it is full, and the graph that begins one looks like the graph that begins a buffer which
         never slides.
         """
-        return replace(self, residency=self.residency.window_only(), keep=room - 1, room=room)
+        return replace(
+            self, retention=self.retention.window_only(), window_size=room - 1, room=room
+        )
 
     def length(self, ends: Sequence[int]) -> int:
         """Tokens of a sequence whose segments end there."""
@@ -189,29 +197,29 @@ class TensorPlan:
     def visible(self, total: int, new: int) -> int:
         """How many of ``total`` tokens the attention of a step that has added ``new`` can see: the
         last ones."""
-        return total if self.keep is None else min(total, self.keep + new)
+        return total if self.window_size is None else min(total, self.window_size + new)
 
     @property
     def sinks(self) -> int:
         """First tokens that stay exact for ever (0 for ``fp``, which stores all of them so)."""
-        return 0 if self.codec.identity else self.residency.sinks
+        return 0 if self.codec.identity else self.retention.sinks
 
     @property
-    def kept(self) -> int:
+    def retained(self) -> int:
         """Further tokens of every KV head that stay exact (0 for ``fp``)."""
-        return 0 if self.codec.identity else self.residency.kept
+        return 0 if self.codec.identity else self.retention.retained
 
     @property
     def grows(self) -> bool:
         """The exact window has more slots for longer contexts (never for ``fp``)."""
-        return self.residency.grows and not self.codec.identity
+        return self.retention.grows and not self.codec.identity
 
     @property
     def ring(self) -> int:
         """Slots of the exact window (0 for ``fp``); if a ratio stays exact, the least number."""
-        return self.slots(0)
+        return self.ring_slots(0)
 
-    def slots(self, tokens: int) -> int:
+    def ring_slots(self, tokens: int) -> int:
         """Slots of the exact window: what it can hold, and room for one step (0 for ``fp``).
 
         Args:
@@ -220,13 +228,13 @@ class TensorPlan:
         """
         if self.codec.identity:
             return 0
-        window, flush = self.residency.window, self.residency.flush
+        window, pack_every = self.retention.window, self.retention.pack_every
         if self.grows:
-            # Where (1 - ratio) of the tokens are a flush and a step, steps leave no more of them.
-            numerator, denominator = self.residency.ratio
-            settled = -(-(flush + MAX_STEP) * denominator // (denominator - numerator))
-            window = self.residency.stay(torch.sym_max(tokens, settled)) + MAX_STEP
-        return window + flush + MAX_STEP - 1
+            # Where (1 - ratio) of the tokens are a packed run and a step, steps leave no more.
+            numerator, denominator = self.retention.ratio
+            settled = -(-(pack_every + MAX_STEP) * denominator // (denominator - numerator))
+            window = self.retention.stay(torch.sym_max(tokens, settled)) + MAX_STEP
+        return window + pack_every + MAX_STEP - 1
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -248,12 +256,12 @@ class TensorPlan:
     def _ends_overwritten(self) -> Overwritten:
         """How often ends change otherwise than by new tokens behind the last ones: where a step may
         pack tokens that another one of its length would not."""
-        return "step" if self.residency.pivotal or self.kept else "prefill"
+        return "step" if self.retention.pivotal or self.retained else "prefill"
 
     @property
     def _ring_overwritten(self) -> Overwritten:
         """How often tokens take the place of others in what grows: in a ring, see `slots`."""
-        return "never" if self.keep is None else "prefill"
+        return "never" if self.window_size is None else "prefill"
 
     def _token_fields(self) -> tuple[Field, ...]:
         tokens, ring = ("batch", "heads"), self._ring_overwritten
@@ -270,11 +278,11 @@ class TensorPlan:
         if codec.outliers:
             found.append(Field("outliers", ("batch", "capacity", codec.outliers), int32,
                                grows="capacity", overwritten=ring))  # fmt: skip
-        if self.kept:
+        if self.retained:
             found += [
-                Field("retained", (*tokens, self.kept, "channels"), exact=True, fill=0,
+                Field("retained", (*tokens, self.retained, "channels"), exact=True, fill=0,
                       overwritten="step"),
-                Field("positions", (*tokens, self.kept), int32, fill=-1, overwritten="step"),
+                Field("positions", (*tokens, self.retained), int32, fill=-1, overwritten="step"),
             ]  # fmt: skip
         return tuple(found)
 
@@ -298,7 +306,7 @@ class TensorPlan:
         prompt of this ``shape`` ``[B, H, T, D]``."""
         batch, heads, length, channels = shape
         found = {"batch": batch, "heads": heads, "channels": channels}
-        found |= {"capacity": self.capacity(tokens), "window": self.slots(length - self.sinks)}
+        found |= {"capacity": self.capacity(tokens), "window": self.ring_slots(length - self.sinks)}
         return found | codec_sizes(self.codec, "", heads, channels)
 
     @property
@@ -312,8 +320,8 @@ class TensorPlan:
         Where a window slides: when ``tokens`` are to stay readable, which may begin and end within
         a tile.
         """
-        if self.keep is not None:
-            tokens = torch.sym_max(tokens, self.keep + MAX_STEP) + self.tile - 1
+        if self.window_size is not None:
+            tokens = torch.sym_max(tokens, self.window_size + MAX_STEP) + self.tile - 1
         tiles: int = torch.sym_max(-(-tokens // self.tile), 2)
         return tiles * self.tile
 
@@ -321,22 +329,22 @@ class TensorPlan:
         """The logical length of a cache tensor after a first prompt of ``tokens``."""
         if self.room is not None:
             return self.room
-        return tokens if self.keep is None else min(tokens, self.keep)
+        return tokens if self.window_size is None else min(tokens, self.window_size)
 
     def skipped(self, tokens: int) -> int:
-        """Of a first prompt's ``tokens``, how many whole flushes of the oldest no later step can
-        see. ``tokens`` may be symbolic."""
-        if self.keep is None:
+        """Of a first prompt's ``tokens``, how many of the oldest no later step can see, in whole
+        runs that are packed together. ``tokens`` may be symbolic."""
+        if self.window_size is None:
             return 0
-        beyond: int = torch.sym_max(tokens - (self.room or self.keep), 0)
-        return beyond // self.residency.flush * self.residency.flush
+        beyond: int = torch.sym_max(tokens - (self.room or self.window_size), 0)
+        return beyond // self.retention.pack_every * self.retention.pack_every
 
     def packed(self, tokens: int) -> int:
         """Of ``tokens`` that arrive at once, how many a prefill packs. ``tokens`` may be
         symbolic."""
         if self.codec.identity:
             return tokens
-        return self.residency.due(tokens - self.sinks)
+        return self.retention.due(tokens - self.sinks)
 
 
 def _ends(found: re.Match[str]) -> str:

@@ -119,7 +119,7 @@ def _bytes(report: GraphReport) -> list[str]:
     held = held_bytes(current)
     plain = sum(h.numel() * h.dtype.itemsize for h in current)
     bits = stored_bits(current)
-    layouts = {h.plan.brief(): h.plan.layout for h in current}
+    layouts = {h.plan.summary(): h.plan.layout for h in current}
     return [
         *(f"  state of {plan}: {layout}" for plan, layout in layouts.items()),
         f"  cache now: {len(current)} tensors of {current[0].shape[2]} tokens, {held:,} bytes held "

@@ -47,8 +47,8 @@ def append(
         new: ``[B, H, n, D]``.
         plan: a printed `TensorPlan`.
         rows: ``[B or 1, n, R]`` of new tokens that are keys before their rotary embedding, see
-            `kvpass.format.rope.Rope`; None if nothing is to be turned.
-        rope: a printed `Rope`: how they are turned before they are stored.
+            `kvpass.format.rope.Rope`; None if nothing is to be rotated.
+        rope: a printed `Rope`: how they are rotated before they are stored.
     """
     if rows is not None and rope is not None:
         new = rotated(new, rows, rope)
@@ -64,12 +64,12 @@ def append(
     *_, packed, total = row_ends(ends)
     window = s.window
     if n <= MAX_STEP:
-        due = p.residency.due(total - packed, packed - p.sinks)
+        due = p.retention.due(total - packed, packed - p.sinks)
         oldest = read_window(window, packed, packed + due)
         start, rest = total, new
     else:
         tail = torch.cat([read_window(window, packed, total), new], dim=2)
-        due = p.residency.due(tail.shape[2], packed - p.sinks)
+        due = p.retention.due(tail.shape[2], packed - p.sinks)
         oldest = tail[:, :, :due]
         start, rest = packed + due, tail[:, :, due:]
     if due:

@@ -107,7 +107,7 @@ def dense_attention(a: AttentionArguments, k: Tensor, v: Tensor) -> Tensor:
 
 def _dense(state: State, n: int, dtype: torch.dtype) -> Tensor:
     p, total = state.plan, state.length()
-    if p.codec.identity and p.keep is None and p.rope is None:
+    if p.codec.identity and p.window_size is None and p.rope is None:
         return state.codes[:, :, :total]
     return unpacked(state, p.visible(total, n), dtype)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cocktail.call import place
-from kvpass.cocktail.placement import Levels
+from kvpass.cocktail.placement import ChunkFormat
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.order import ChannelOrder
 from kvpass.format.parse import parse_plan
@@ -44,10 +44,10 @@ def append(
 
     ``ranges``: params ``[H, 1, D]`` of a first prompt's codec, if they are calibrated.
 
-    ``rows``: cosines and sines of ``new``, which is not turned by them yet, see
-    `kvpass.format.rope.Rope`. They are kept beside it, if it is turned when it is read.
+    ``rows``: cosines and sines of ``new``, which is not rotated by them yet, see
+    `kvpass.format.rope.Rope`. They are kept beside it, if it is rotated when it is read.
 
-    ``rope``: how ``new`` is turned by its rows before it is stored.
+    ``rope``: how ``new`` is rotated by its rows before it is stored.
 
     ``whole``: all of a first prompt is kept although a window slides, since some of it may be
     taken back.
@@ -56,7 +56,7 @@ def append(
         new, rows = rotated(new, rows, rope), None
     if past is None:
         p, tokens = parse_plan(plan), new.shape[2]
-        stored = replace(p, keep=None) if whole else p
+        stored = replace(p, window_size=None) if whole else p
         state = torch.ops.kvpass.pack.default(new, str(stored), ranges)
         if rows is not None:
             state.append(torch.ops.kvpass.pack_rotary.default(rows, str(stored)))
@@ -110,10 +110,10 @@ def reorder_chunks(
     if isinstance(past, ChunkedKV):
         past.check()
         copy = cast(ChunkedKV, past.clone())
-        placed = place([copy], Levels.of([p]), new.shape[0], new.shape[2], new.device)
+        placed = place([copy], ChunkFormat.of([p]), new.shape[0], new.shape[2], new.device)
         torch.ops.kvpass.extend_chunks.default(copy.own, new, placed.slots, plan)
         return placed.extended(copy.extended(new.shape[2]))
-    placed = place([], Levels.of([p]), new.shape[0], new.shape[2], new.device)
+    placed = place([], ChunkFormat.of([p]), new.shape[0], new.shape[2], new.device)
     made = torch.ops.kvpass.reorder_chunks.default(new, placed.slots, plan)
     kept = None if order is None else ChannelOrder.of(order)
     return placed.fresh(made, p, new.shape[2], new.dtype, kept)
@@ -121,7 +121,7 @@ def reorder_chunks(
 
 def slide(packed: PackedKV) -> PackedKV:
     """The tokens that a sliding window leaves in the cache."""
-    keep = packed.plan.keep
+    keep = packed.plan.window_size
     assert keep is not None
     return cast(PackedKV, packed[:, :, -keep:])
 

@@ -37,8 +37,8 @@ def write_packed(state: State, start: int, x: Tensor) -> None:
         part = x[:, :, offset : offset + n]
         for name, encoded in _encoded(state, part).items():
             layout[name].tokens(state[name], slot, n).copy_(encoded)
-    if plan.residency.filter is not None:
-        keep(state.retained, state.positions, plan.residency.filter, start, x)
+    if plan.retention.filter is not None:
+        keep(state.retained, state.positions, plan.retention.filter, start, x)
 
 
 def _encoded(state: State, x: Tensor) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def _encoded(state: State, x: Tensor) -> dict[str, Tensor]:
     codec = state.plan.codec
     if codec.identity:
         return {"codes": x}
-    if codec.offline:
+    if codec.static_ranges:
         words, _, *extra = encode(codec, x, state.qparams)
         found = {"codes": words}
     else:
@@ -80,9 +80,9 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
         ranges: params ``[H, 1, D]`` of a codec whose ranges are calibrated.
 
     Returns:
-        The state, see `kvpass.format.state.State`, without what all layers share: whole flushes
+        The state, see `kvpass.format.state.State`, without what all layers share: whole packed runs
         behind the sinks packed, the rest exact in the window. Where a window slides, positions
-        count from the oldest flush that it still touches.
+        count from the oldest packed run that it still touches.
     """
     p = parse_plan(plan)
     p.one_codec()
@@ -90,7 +90,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     tokens = new.shape[2]
     packed = p.packed(tokens)
     state = empty_state(new, p, packed)
-    if p.codec.offline:
+    if p.codec.static_ranges:
         assert ranges is not None
         state.qparams.copy_(ranges)
     if p.sinks:

@@ -36,7 +36,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
 def unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
     """`unpack`, of a state by its names."""
     p, ends, like = s.plan, row_ends(s.segment_ends), s.tokens
-    total = tokens if p.keep is None else ends[-1]
+    total = tokens if p.window_size is None else ends[-1]
     first = max(0, total - tokens)
     out = like.new_empty((*like.shape[:2], tokens, like.shape[3]), dtype=dtype)
     packed = min(ends[0] if p.codec.identity else ends[-2], total)
@@ -58,7 +58,7 @@ def unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def read_packed(state: State, first: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Packed tokens ``first ... end``, decoded, or exact where a filter has kept them; not turned
+    """Packed tokens ``first ... end``, decoded, or exact where a filter has kept them; not rotated
     by rotary embeddings."""
     plan, codec = state.plan, state.plan.codec
     g, parts = codec.token_group, []
@@ -68,7 +68,7 @@ def read_packed(state: State, first: int, end: int, dtype: torch.dtype) -> Tenso
     for slot, _, n in ring_runs(start, end - start, state.capacity):
         parts.append(decoded(state, slot, n, dtype))
     out = torch.cat(parts, dim=2)[:, :, first - start :]
-    if not plan.kept:
+    if not plan.retained:
         return out
     return restored(out, first + plan.sinks, state.retained, state.positions)
 
@@ -80,7 +80,7 @@ def decoded(state: State, slot: int, n: int, dtype: torch.dtype) -> Tensor:
     if codec.identity:
         return words.to(dtype)
     qparams = state.qparams
-    if not codec.offline:
+    if not codec.static_ranges:
         qparams = layout["qparams"].tokens(qparams, slot, n)
     extra = layout["outliers"].tokens(state.outliers, slot, n) if codec.outliers else None
     return decode(codec, words, qparams, dtype, extra)

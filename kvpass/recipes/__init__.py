@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -86,6 +87,14 @@ def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:
         OptionError: if it has no such field, or the value is not allowed.
     """
     allowed = [f.name for f in fields(base)]
+    for key in overrides.keys() & base.renamed.keys():
+        warnings.warn(
+            f"kvpass: option {key!r} of recipe '{base.name}' is called {base.renamed[key]!r} now; "
+            "the old name is understood by this release only.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    overrides = {base.renamed.get(key, key): value for key, value in overrides.items()}
     for key in overrides:
         if key not in allowed:
             raise OptionError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpass.calibration.samples import Pass, layer_dims, layer_shapes
+from kvpass.calibration.samples import CalibrationRunner, layer_dims, layer_shapes
 from kvpass.errors import OptionError, PlanError, shown
 from kvpass.plan import Plan
 from kvpass.recipes.base import CalibratedRecipe, Recipe
@@ -46,7 +46,7 @@ class Auto(CalibratedRecipe):
         """``auto``."""
         return "auto"
 
-    def fit(self, run: Pass, seed: int) -> Plan:
+    def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """Fits every candidate, scores all of them in one pass, and allocates."""
         # They come with solvers that only this recipe needs.
         from kvpass.calibration.allocation import allocate

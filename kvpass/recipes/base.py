@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from kvpass.calibration.samples import Pass
+from kvpass.calibration.samples import CalibrationRunner
 from kvpass.errors import PlanError
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
@@ -15,7 +15,13 @@ from kvpass.plan import LayerPlan, Plan
 @dataclass(frozen=True)
 class Recipe(ABC):
     """Makes a `Plan`. A recipe is a frozen dataclass; its fields are the options a user can
-    override."""
+    override.
+
+    Attributes:
+        renamed: former names of its options, which are understood for one release.
+    """
+
+    renamed: ClassVar[dict[str, str]] = {}
 
     @property
     @abstractmethod
@@ -48,7 +54,7 @@ class Recipe(ABC):
         """Whether it needs to see texts: its plans are made by `kvpass.calibrate`."""
         return False
 
-    def fit(self, run: Pass, seed: int) -> Plan:
+    def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """The plan of a calibrated recipe: its layers by their paths, and a default for cache
         tensors that no known attention reads.
 
@@ -58,7 +64,7 @@ class Recipe(ABC):
         """
         raise NotImplementedError
 
-    def concern(self, query_heads: int, kv_heads: int) -> str | None:
+    def warning(self, query_heads: int, kv_heads: int) -> str | None:
         """Why this recipe may lose accuracy on a layer with these heads, or None."""
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kvpass.cocktail.bits import ChunkBits
 from kvpass.cocktail.search import chunk_bits
@@ -30,17 +30,19 @@ class Cocktail(Recipe):
         chunk: tokens.
         alpha, beta: where a relevance between the least and the largest is low and high (equations
             2 and 3); for `chunk_bits`.
-        levels: the bits of low, middle and high relevance, ascending; the last is 16: exact.
+        bits: of chunks of low, middle and high relevance, ascending; the last is 16: exact.
         clip: the ends of the groups of keys in the fewest bits are multiplied by it; 1, as in the
             paper, leaves them. Rounding adds noise to the scores of a key, and the softmax is
             convex: in 2 bits, chunks that do not matter drown the one that does. Ends closer to
             zero (0.8, say) make their scores smaller. Not for keys with large biases.
     """
 
+    renamed: ClassVar[dict[str, str]] = {"levels": "bits"}
+
     chunk: int = 32
     alpha: float = 0.6
     beta: float = 0.1
-    levels: tuple[float, ...] = (2, 4, 16)
+    bits: tuple[float, ...] = (2, 4, 16)
     clip: float = 1.0
 
     def __post_init__(self) -> None:
@@ -65,11 +67,11 @@ class Cocktail(Recipe):
                 f"alpha={self.alpha} and beta={self.beta} are not supported; allowed: a sum of at "
                 "most 1."
             )
-        levels = self.levels
-        known = isinstance(levels, tuple) and all(bits in (*BITS, FP.bits) for bits in levels)
-        if not known or len(levels) < 2 or list(levels) != sorted(set(levels)) or levels[-1] != 16:
+        bits = self.bits
+        known = isinstance(bits, tuple) and all(n in (*BITS, FP.bits) for n in bits)
+        if not known or len(bits) < 2 or list(bits) != sorted(set(bits)) or bits[-1] != 16:
             raise OptionError(
-                f"levels={shown(levels)} is not supported; allowed: a tuple of bits of "
+                f"bits={shown(bits)} is not supported; allowed: a tuple of bits of "
                 f"{', '.join(map(str, BITS))}, ascending, and 16 at its end."
             )
         group = min(_GROUP, self.chunk)
@@ -85,23 +87,23 @@ class Cocktail(Recipe):
         return "cocktail"
 
     def chunk_bits(self, context: Any, query: str | Sequence[str], **more: Any) -> ChunkBits:
-        """`kvpass.cocktail.chunk_bits` with this recipe's chunk, alpha, beta and levels; ``more``
+        """`kvpass.cocktail.chunk_bits` with this recipe's chunk, alpha, beta and bits; ``more``
         are its other arguments: ``encoder``, ``tokenizer``, ``input_ids``, ``starts``.
 
         Raises:
-            OptionError: see there, and if there are not three levels.
+            OptionError: see there, and if there are not three bits.
         """
-        own = {name: getattr(self, name) for name in ("chunk", "alpha", "beta", "levels")}
+        own = {name: getattr(self, name) for name in ("chunk", "alpha", "beta", "bits")}
         return chunk_bits(context, query, **own, **more)
 
     def _plan(self, axis: Axis, group: int, clip: float = 1.0) -> TensorPlan:
-        fewest, *others = self.levels[:-1]
+        fewest, *others = self.bits[:-1]
         more = (Codec(bits, axis, group) for bits in others)
-        levels = (Codec(fewest, axis, group, clip=float(clip)), *more)
-        return ChunkedPlan(chunk_codecs=levels, chunk=self.chunk)
+        codecs = (Codec(fewest, axis, group, clip=float(clip)), *more)
+        return ChunkedPlan(chunk_codecs=codecs, chunk=self.chunk)
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """Keys per channel, values per token, of every level."""
+        """Keys per channel, values per token, in whatever bits."""
         values = self._plan("token", math.gcd(_GROUP, value_dim))
         plan = LayerPlan(self._plan("channel", min(_GROUP, self.chunk), self.clip), values)
         plan.check(path, key_dim, value_dim)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvpass.errors import OptionError, shown
 from kvpass.format.codec import Codec
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
@@ -65,10 +65,12 @@ class Kivi(Recipe):
     @property
     def _keys(self) -> TensorPlan:
         codec = Codec(self.bits, "channel", 32 if self.group is None else self.group)
-        return TensorPlan(codec, Residency(window=0, flush=self.residual))
+        return TensorPlan(codec, RetentionPolicy(window=0, pack_every=self.residual))
 
     def _values(self, group: int) -> TensorPlan:
-        return TensorPlan(Codec(self.bits, "token", group), Residency(self.residual, flush=1))
+        return TensorPlan(
+            Codec(self.bits, "token", group), RetentionPolicy(self.residual, pack_every=1)
+        )
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """Keys per channel, values per token."""
@@ -81,7 +83,7 @@ class Kivi(Recipe):
         """As values, in groups that divide ``dim``."""
         return LayerPlan(values=self._values(self.group or 32)).unknown(path, dim)
 
-    def concern(self, query_heads: int, kv_heads: int) -> str | None:
+    def warning(self, query_heads: int, kv_heads: int) -> str | None:
         """KIVI, section 4.2.1: multi-query attention needs 4 bits."""
         if kv_heads == 1 and query_heads > 1 and self.bits < 4:
             return f"{self.name} loses accuracy with one KV head (multi-query); KIVI advises 4 bits"

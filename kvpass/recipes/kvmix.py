@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvpass.calibration.importance import means
-from kvpass.calibration.samples import STORED, Pass, Stored, layer_dims, layer_shapes
+from kvpass.calibration.samples import STORED, CalibrationRunner, Stored, layer_dims, layer_shapes
 from kvpass.errors import OptionError, shown
 from kvpass.format.codec import Codec
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe
@@ -38,7 +38,7 @@ class Kvmix(CalibratedRecipe):
         group: as KIVI's.
         exact: which tokens stay so: those of a "window"; a "pivotal" ratio of the exact ones at
             each step, as the paper's rule is written, which soon leaves a few; or a "fraction" of
-            all, as its text promises. See `kvpass.format.retention.Residency`.
+            all, as its text promises. See `kvpass.format.retention.RetentionPolicy`.
         residual: tokens of the window, as KIVI's.
         ratio, more_ratio: of the tokens that stay exact, in most and in the important layers.
         packing: of 3 bits: "3-bit", which loses nothing, or "11-per-int32", as the paper has it.
@@ -96,7 +96,7 @@ class Kvmix(CalibratedRecipe):
     def _base(self) -> Kivi:
         return Kivi(4, self.group, self.residual)
 
-    def fit(self, run: Pass, seed: int) -> Plan:
+    def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """The top ``share`` of the layers, rounded down, of keys and of values."""
         dims = layer_dims(layer_shapes(run))
         importance = means(run.importance("importance"))
@@ -117,14 +117,14 @@ class Kvmix(CalibratedRecipe):
         return Plan(LayerPlan(unknown, unknown), layers, self.name)
 
     def _stored(self, plan: TensorPlan, bits: int, important: bool) -> TensorPlan:
-        codec, residency = plan.codec, plan.residency
+        codec, retention = plan.codec, plan.retention
         elevens = bits == 3 and self.packing == "11-per-int32"
         if self.exact != "window":
             ratio = self.more_ratio if important else self.ratio
             by_rule = {"pivotal": (ratio, 0.0), "fraction": (0.0, ratio)}
             pivotal, fraction = by_rule[self.exact]
-            residency = Residency(flush=codec.group, pivotal=pivotal, fraction=fraction)
-        return TensorPlan(replace(codec, bits=bits, elevens=elevens), residency)
+            retention = RetentionPolicy(pack_every=codec.group, pivotal=pivotal, fraction=fraction)
+        return TensorPlan(replace(codec, bits=bits, pack11=elevens), retention)
 
     def _best(
         self, importance: dict[tuple[str, Stored], float], kind: Stored, layers: list[str]

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvpass.calibration.codebook import Levels
-from kvpass.calibration.samples import Pass, Seen, SeenGradient
+from kvpass.calibration.codebook import CodebookSamples
+from kvpass.calibration.samples import AttentionSample, CalibrationRunner, GradientSample
 from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import OptionError, shown
 from kvpass.format.codec import Codec
 from kvpass.format.quantize import normalized, offline_params
 from kvpass.format.ranges import ChannelRanges
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe
@@ -72,10 +72,10 @@ class Kvquant(CalibratedRecipe):
         return f"kvquant-{kind}{self.bits}{outliers}"
 
     @property
-    def _residency(self) -> Residency:
-        return Residency(self.window, 1, self.sinks)
+    def _residency(self) -> RetentionPolicy:
+        return RetentionPolicy(self.window, 1, self.sinks)
 
-    def fit(self, run: Pass, seed: int) -> Plan:
+    def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """Ranges of keys, then levels of keys and values from the gradients."""
         plans = self._ranged(run)
         if not self.uniform:
@@ -83,12 +83,12 @@ class Kvquant(CalibratedRecipe):
         unknown = TensorPlan(Codec(self.bits, "token", 128), self._residency)
         return Plan(LayerPlan(unknown, unknown), plans, self.name)
 
-    def _ranged(self, run: Pass) -> dict[str, LayerPlan]:
+    def _ranged(self, run: CalibrationRunner) -> dict[str, LayerPlan]:
         """Evenly spaced levels between the ends of ranges."""
         found: dict[str, Thresholds] = {}
         shapes: dict[str, tuple[int, int, int]] = {}
 
-        def look(seen: Seen) -> None:
+        def look(seen: AttentionSample) -> None:
             keys = seen.stored("keys", self.before_rope)
             shapes[seen.layer] = (keys.shape[1], keys.shape[3], seen.values.shape[3])
             if seen.layer not in found:
@@ -112,13 +112,17 @@ class Kvquant(CalibratedRecipe):
         half = math.ceil(self.outliers * elements / 2)
         table = None if self.uniform else tuple(torch.linspace(-1, 1, 1 << self.bits).tolist())
         base = Codec(self.bits, "channel" if axis == "channel" else "token", group)
-        return TensorPlan(replace(base, outliers=2 * half, table=table), self._residency)
+        return TensorPlan(replace(base, outliers=2 * half, codebook=table), self._residency)
 
-    def _levelled(self, plans: dict[str, LayerPlan], run: Pass, seed: int) -> dict[str, LayerPlan]:
-        levels = {(layer, kind): Levels() for layer in plans for kind in ("keys", "values")}
+    def _levelled(
+        self, plans: dict[str, LayerPlan], run: CalibrationRunner, seed: int
+    ) -> dict[str, LayerPlan]:
+        levels = {
+            (layer, kind): CodebookSamples() for layer in plans for kind in ("keys", "values")
+        }
         keys = "before_rope" if self.before_rope else "keys"
 
-        def look(seen: SeenGradient) -> None:
+        def look(seen: GradientSample) -> None:
             if seen.kind not in (keys, "values"):
                 return
             plan, kind = plans[seen.layer], "values" if seen.kind == "values" else "keys"
@@ -136,7 +140,7 @@ class Kvquant(CalibratedRecipe):
         }
 
     def _with_levels(
-        self, plan: LayerPlan, layer: str, levels: dict[tuple[str, str], Levels], seed: int
+        self, plan: LayerPlan, layer: str, levels: dict[tuple[str, str], CodebookSamples], seed: int
     ) -> LayerPlan:
         shifted = self.bits == 2 if self.qnorm is None else self.qnorm
         tensors = []
@@ -144,7 +148,7 @@ class Kvquant(CalibratedRecipe):
             known = levels[layer, kind]
             table = known.table(self.bits, seed)
             codec = replace(
-                tensor.codec, table=table, qnorm=known.qnorm(table) if shifted else None
+                tensor.codec, codebook=table, qnorm=known.qnorm(table) if shifted else None
             )
             tensors.append(replace(tensor, codec=codec))
         return replace(plan, keys=tensors[0], values=tensors[1])

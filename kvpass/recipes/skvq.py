@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvpass.calibration.channels import Ranges, cluster
 from kvpass.calibration.clipping import ClipSearch
-from kvpass.calibration.samples import Pass, Rotation, Seen
+from kvpass.calibration.samples import AttentionSample, CalibrationRunner, Rotation
 from kvpass.errors import OptionError, PlanError, shown
 from kvpass.format.codec import Codec
 from kvpass.format.order import ChannelOrder
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import Recipe
@@ -37,8 +37,10 @@ class Skvq(Recipe):
         reorder: channels that are alike share a group: ``balanced`` (k-means, cut evenly),
             ``clusters`` (the clusters themselves, of unequal size; only in plain PyTorch), or
             False. It changes nothing where a group is a whole head.
-        slots: 1.5 bits take 2 bits of memory, not 1.6.
+        ternary_in_2bit: 1.5 bits take 2 bits of memory, not 1.6.
     """
+
+    renamed: ClassVar[dict[str, str]] = {"slots": "ternary_in_2bit"}
 
     key_bits: float = 2
     value_bits: float = 2
@@ -48,7 +50,7 @@ class Skvq(Recipe):
     fp8: bool = True
     clip: bool | float = True
     reorder: Literal["balanced", "clusters", False] = "balanced"
-    slots: bool = False
+    ternary_in_2bit: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
@@ -57,7 +59,7 @@ class Skvq(Recipe):
                 raise OptionError(
                     f"{name}={shown(value)} is not supported; allowed: 1, 1.5, 2, 3, 4, 8."
                 )
-        for name in ("fp8", "slots"):
+        for name in ("fp8", "ternary_in_2bit"):
             if not isinstance(value := getattr(self, name), bool):
                 raise OptionError(f"{name}={shown(value)} is not supported; allowed: True, False.")
         if self.reorder not in ("balanced", "clusters", False):
@@ -84,9 +86,9 @@ class Skvq(Recipe):
     def _tensor(self, bits: float, dim: int) -> TensorPlan:
         group = math.gcd(128, dim) if self.group is None else self.group
         clip = float(self.clip) if self.clip and self.clip is not True else 1.0
-        slots = self.slots and bits == 1.5
-        codec = Codec(bits, "token", group, clip, "fp8" if self.fp8 else "half", slots)
-        return TensorPlan(codec, Residency(self.window, 1, self.sinks))
+        ternary_in_2bit = self.ternary_in_2bit and bits == 1.5
+        codec = Codec(bits, "token", group, clip, "fp8" if self.fp8 else "half", ternary_in_2bit)
+        return TensorPlan(codec, RetentionPolicy(self.window, 1, self.sinks))
 
     def start(self, layer: str, key_dim: int, value_dim: int) -> LayerPlan:
         """A layer's plan before anything is known of its channels.
@@ -115,7 +117,7 @@ class Skvq(Recipe):
             )
         return self.start(path, key_dim, value_dim)
 
-    def fit(self, run: Pass, seed: int) -> Plan:
+    def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """Orders from the ranges of channels, then factors of clipping from attention outputs."""
         plans = self._orders(run, seed)
         if self.clip is True:
@@ -126,18 +128,18 @@ class Skvq(Recipe):
             plans = {layer: _clipped(plan, searches[layer]) for layer, plan in plans.items()}
         return Plan(self.start("*", 128, 128), plans, self.name)
 
-    def _orders(self, run: Pass, seed: int) -> dict[str, LayerPlan]:
+    def _orders(self, run: CalibrationRunner, seed: int) -> dict[str, LayerPlan]:
         keys: dict[str, Ranges] = {}
         values: dict[str, Ranges] = {}
-        turned: dict[str, tuple[Rotation, ...]] = {}
+        rotated: dict[str, tuple[Rotation, ...]] = {}
         plans: dict[str, LayerPlan] = {}
 
-        def look(seen: Seen) -> None:
+        def look(seen: AttentionSample) -> None:
             if seen.layer not in plans:
                 dims = (seen.keys.shape[3], seen.values.shape[3])
                 plans[seen.layer] = self.start(seen.layer, *dims)
                 plans[seen.layer].check(seen.layer, *dims, seen.keys.shape[1])
-                turned[seen.layer] = seen.rotations
+                rotated[seen.layer] = seen.rotations
             for ranges, tensor in ((keys, seen.keys), (values, seen.values)):
                 ranges.setdefault(seen.layer, Ranges(self.sinks)).add(tensor)
 
@@ -145,19 +147,19 @@ class Skvq(Recipe):
         if self.reorder is False:
             return plans
         for layer, plan in plans.items():
-            k, key_order = self._ordered(plan.keys, keys[layer], turned[layer], seed)
+            k, key_order = self._ordered(plan.keys, keys[layer], rotated[layer], seed)
             v, value_order = self._ordered(plan.values, values[layer], (), seed)
             plans[layer] = LayerPlan(k, v, key_order, value_order)
         return plans
 
     def _ordered(
-        self, plan: TensorPlan, ranges: Ranges, turned: tuple[Rotation, ...], seed: int
+        self, plan: TensorPlan, ranges: Ranges, rotated: tuple[Rotation, ...], seed: int
     ) -> tuple[TensorPlan, ChannelOrder | None]:
         balanced = self.reorder == "balanced"
-        found = cluster(ranges.features(), plan.codec.group, turned, seed, balanced)
+        found = cluster(ranges.features(), plan.codec.group, rotated, seed, balanced)
         if found is None:
             return plan, None
-        codec = replace(plan.codec, pairs=found.pairs, sizes=found.sizes)
+        codec = replace(plan.codec, half_split=found.pairs, sizes=found.sizes)
         return replace(plan, codec=codec), found.order
 
 

@@ -110,8 +110,8 @@ class Context:
         self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]
     ) -> LayerPlan:
         """The plan of a layer with these head dimensions and (query, KV) heads."""
-        if concern := self.planner.concern(*heads):
-            self.warnings.append(f"{path}: {concern}")
+        if warning := self.planner.warning(*heads):
+            self.warnings.append(f"{path}: {warning}")
         plan = self.planner.layer_plan(path, key_dim, value_dim)
         plan.check(path, key_dim, value_dim, heads[1])
         return plan

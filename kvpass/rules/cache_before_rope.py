@@ -36,7 +36,7 @@ ERASABLE |= {"split", "chunk", "unsqueeze"}
 
 
 @dataclass(frozen=True)
-class Turned:
+class RopeMatch:
     """Keys behind their rotary embedding.
 
     Attributes:
@@ -64,14 +64,14 @@ class CacheBeforeRope(Rule):
         call = AppendCall.of(node)
         if call is None or call.rows is not None or call.parsed.rope is None:
             return None
-        found = turned(call.new)
-        return found if isinstance(found, Miss) else {"turned": found}
+        found = rope_match(call.new)
+        return found if isinstance(found, Miss) else {"rotated": found}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
         call = AppendCall.at(node)
         new = call.new
-        found_rope: Turned = found["turned"]
+        found_rope: RopeMatch = found["rotated"]
         x = found_rope.parts[0]
         if len(found_rope.parts) > 1:
             with context.graph.inserting_before(new):
@@ -84,14 +84,14 @@ class CacheBeforeRope(Rule):
         return f"stored before the rotary embedding of {found_rope.rope}"
 
 
-def turned(new: Node) -> Turned | Miss | None:
+def rope_match(new: Node) -> RopeMatch | Miss | None:
     """The rotary embedding whose result the keys ``new`` ``[B, H, n, D]`` are; None if they have
     none."""
-    found = last_turned(new)
+    found = last_rotated(new)
     return _none_or_miss(new) if found is None else found
 
 
-def last_turned(new: Node) -> Turned | Miss | None:
+def last_rotated(new: Node) -> RopeMatch | Miss | None:
     """The rotary embedding whose result the keys ``new`` ``[B, H, n, D]`` are; None if another
     operation comes last."""
     inner = _behind_casts(new)
@@ -114,7 +114,7 @@ def last_turned(new: Node) -> Turned | Miss | None:
             return table
     cos, sin = (table for table in tables if isinstance(table, Node))
     rope = Rope("halves" if halves else "neighbours", start, start + channels)
-    return Turned(tuple(_joined(before)), cos, sin, rope)
+    return RopeMatch(tuple(_joined(before)), cos, sin, rope)
 
 
 def _behind_casts(node: Node) -> Node:
@@ -189,7 +189,7 @@ def _none_or_miss(new: Node) -> Miss | None:
     return None
 
 
-def shared_rows(found: Turned, context: Context) -> Node:
+def shared_rows(found: RopeMatch, context: Context) -> Node:
     """The rows (see `Rope`) of what was ``found``: one node for all layers that turn their keys
     alike."""
     step = 2 if found.rope.kind == "neighbours" else None

@@ -13,9 +13,9 @@ from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.pattern import argument, op_name
 from kvpass.rules.base import Context
-from kvpass.rules.cache_before_rope import Turned, turned
+from kvpass.rules.cache_before_rope import RopeMatch, rope_match
 
-# Keys of models without such biases stay below 30 or so: a larger bias, turned with the positions,
+# Keys of models without such biases stay below 30 or so: a larger bias, rotated with the positions,
 # is most of what a group of tokens ranges over.
 LARGE_BIAS = 50.0
 _BETWEEN = {"contiguous", "permute", "reshape", "to", "transpose"}
@@ -34,8 +34,8 @@ def large_key_biases(context: Context, examples: Sequence[Any]) -> dict[Node, fl
         update = context.sites.updates.get(cat) or context.sites.static(cat)
         if role != "keys" or update is None:
             continue
-        before = turned(update.new)
-        if isinstance(before, Turned) and len(before.parts) == 1:
+        before = rope_match(update.new)
+        if isinstance(before, RopeMatch) and len(before.parts) == 1:
             bias = _bias(before.parts[0], examples)
             if bias is not None and (largest := float(bias.detach().abs().max())) >= LARGE_BIAS:
                 found[cat] = largest
@@ -52,7 +52,7 @@ def bias_warnings(context: Context, biases: dict[Node, float]) -> list[str]:
             continue
         if not all(codec.identity for codec in plan.codecs):
             told.append(
-                f"{module_path(cat)}: the bias of its keys is up to {largest:.0f}; turned by the "
+                f"{module_path(cat)}: the bias of its keys is up to {largest:.0f}; rotated by the "
                 "rotary embedding it is most of their range, of which few bits keep little. Store "
                 "keys before RoPE: before_rope=True, or a kvquant recipe"
             )

@@ -18,7 +18,7 @@ from kvpass.graph.packed_readers import unknown_readers
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.rules.base import Context, Rule
 
-# What the forms of attention in `kvpass.graph.analysis.forms` are made of; none has a side effect there.
+# What the forms of attention in `kvpass.graph.analysis.forms` are made of, without side effects.
 ERASABLE = {
     "add",
     "amax",
@@ -47,8 +47,8 @@ ERASABLE |= {"zeros"}
 
 
 # Where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads
-# sharing them. `kvpass.graph.analysis.scores` brings other scores into this form, with a soft cap and sinks
-# beside the mask.
+# sharing them. `kvpass.graph.analysis.scores` brings other scores into this form, with a soft cap
+# and sinks beside the mask.
 class FuseAttention(Rule):
     """Reads packed keys and values without decoding them first."""
 

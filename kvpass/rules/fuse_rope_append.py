@@ -12,7 +12,7 @@ from kvpass.format.retention import MAX_STEP
 from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.cache_before_rope import CASTS, ERASABLE, Turned, last_turned, shared_rows
+from kvpass.rules.cache_before_rope import CASTS, ERASABLE, RopeMatch, last_rotated, shared_rows
 from kvpass.rules.fuse_attention import erase_unread
 from kvpass.rules.permutation.base import shape_of
 
@@ -35,10 +35,10 @@ class FuseRopeAppend(Rule):
         new = call.new
         if shape_of(new)[2] > MAX_STEP:
             return None
-        found = last_turned(new)
+        found = last_rotated(new)
         if isinstance(found, Miss) and call.order is not None:
             return Miss("cosines and sines follow the order of the stored channels", new)
-        if not isinstance(found, Turned):
+        if not isinstance(found, RopeMatch):
             return found
         if len(found.parts) > 1:
             return Miss("the keys before their rotary embedding are several tensors", new)
@@ -46,15 +46,15 @@ class FuseRopeAppend(Rule):
         changed = next((n for n in (x, found.cos, found.sin) if n in context.changed), None)
         if changed is not None:
             return Miss("it is changed in place", changed)
-        return _read_miss(new, node) or _dtype_miss(x, found, new) or {"x": x, "turned": found}
+        return _read_miss(new, node) or _dtype_miss(x, found, new) or {"x": x, "rotated": found}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
-        call, turned = AppendCall.at(node), found["turned"]
-        rows, rope = shared_rows(turned, context), str(turned.rope)
+        call, rotated = AppendCall.at(node), found["rotated"]
+        rows, rope = shared_rows(rotated, context), str(rotated.rope)
         replace(call, new=found["x"], rows=rows, rope=rope).write(node)
         erase_unread(call.new, ERASABLE)
-        return f"turned by {turned.rope} where they are stored"
+        return f"rotated by {rotated.rope} where they are stored"
 
 
 def _behind_casts(node: Node) -> list[Node]:
@@ -73,22 +73,22 @@ def _narrow(x: Node, new: Node) -> Node:
 
 
 def _read_miss(new: Node, append: Node) -> Miss | None:
-    """Who else reads the turned keys ``new``, if anyone does."""
+    """Who else reads the rotated keys ``new``, if anyone does."""
     known = _behind_casts(new)
     for node in known:
         for user in node.users:
             if user is not append and user not in known:
-                return Miss(f"the turned keys are read by {op_name(user)} as well", user)
+                return Miss(f"the rotated keys are read by {op_name(user)} as well", user)
     return None
 
 
-def _dtype_miss(x: Node, found: Turned, new: Node) -> Miss | None:
-    """Why keys ``x``, turned in float32 and rounded once, are not ``new``."""
+def _dtype_miss(x: Node, found: RopeMatch, new: Node) -> Miss | None:
+    """Why keys ``x``, rotated in float32 and rounded once, are not ``new``."""
     if _dtype(x) != _dtype(new) or not same_shape(shape_of(x), shape_of(new)):
-        return Miss("the keys change their dtype or shape when they are turned", new)
+        return Miss("the keys change their dtype or shape when they are rotated", new)
     for node in (*_behind_casts(new), found.cos, found.sin):
         if _dtype(node) not in (_dtype(new), torch.float32):
-            return Miss(f"the keys are turned in {_dtype(node)}", node)
+            return Miss(f"the keys are rotated in {_dtype(node)}", node)
     return None
 
 

@@ -16,10 +16,10 @@ from kvpass.graph.writes import written
 from kvpass.rules.base import Context, Rule, origin_of
 
 
-# Where mask = causal(i, j) & in_window(i, j) & rest, as `kvpass.graph.analysis.masks` proves, or the mask is
-# added and 0 there, the least number or -inf elsewhere. With the least number both sides differ in
-# rows that hide every token, so such a mask is rewritten only if every query sees itself. Scores
-# are taken to be small against that number.
+# Where mask = causal(i, j) & in_window(i, j) & rest, as `graph.analysis.masks` proves, or the
+# mask is added: 0 there, the least number or -inf elsewhere. With the least number both sides
+# differ in rows that hide every token, so such a mask is rewritten only if every query sees itself.
+# Scores are taken to be small against that number.
 class MaskToBounds(Rule):
     """Leaves of a mask what is no bound: nothing, or the padding."""
 

@@ -11,7 +11,7 @@ from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.pattern import Miss
 from kvpass.rules.base import Context
-from kvpass.rules.cache_before_rope import Turned, turned
+from kvpass.rules.cache_before_rope import RopeMatch, rope_match
 
 
 def changed_later(new: Node, update: Node, context: Context) -> Miss | None:
@@ -21,17 +21,17 @@ def changed_later(new: Node, update: Node, context: Context) -> Miss | None:
     return Miss(f"{new.name} is changed in place after it was cached", later[0]) if later else None
 
 
-def unturned(new: Node, update: Node, context: Context) -> Turned | Miss | None:
+def pre_rope(new: Node, update: Node, context: Context) -> RopeMatch | Miss | None:
     """The rotary embedding of the keys ``new``, whose input can be cached in their place; None if
     they have none."""
-    found = turned(new)
-    for part in found.parts if isinstance(found, Turned) else ():
+    found = rope_match(new)
+    for part in found.parts if isinstance(found, RopeMatch) else ():
         if miss := changed_later(part, update, context):
             return miss
     return found
 
 
-def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] | Miss:
+def plan_for(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] | Miss:
     """The role of a cache tensor, and the plan that the recipe makes for it; the order of its
     channels goes into ``context.orders``, calibrated ranges into ``context.ranges``.
 
@@ -52,11 +52,11 @@ def storage(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] |
             context.orders[read] = order
         if role == "values":
             return role, layer.values
-        if context.sites.static(read) and (layer.before_rope or layer.keys.codec.offline):
+        if context.sites.static(read) and (layer.before_rope or layer.keys.codec.static_ranges):
             return Miss("a static cache takes no calibrated keys, and none before RoPE", read)
         if layer.key_ranges is not None:
             context.ranges[read] = layer.key_ranges
-        found = unturned(new, read, context) if layer.before_rope else None
+        found = pre_rope(new, read, context) if layer.before_rope else None
         if isinstance(found, Miss):
             return found
         return role, layer.keys if found is None else replace(layer.keys, rope=found.rope)

@@ -13,7 +13,7 @@ from kvpass.graph.orders import constant_node
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.plan_for import changed_later, storage, unturned
+from kvpass.rules.plan_for import changed_later, plan_for, pre_rope
 
 
 # The one lossy rule: tokens that have left the exact window come back rounded by their codec. A
@@ -31,7 +31,7 @@ class QuantizeCache(Rule):
         """Applies to every cache update that is understood, whatever reads it."""
         update = context.sites.updates.get(node)
         if update is None:
-            return context.sites.strange.get(node)
+            return context.sites.unrecognized.get(node)
         if changes(node):
             return Miss("the updated cache tensor is changed in place", node)
         if miss := changed_later(update.new, node, context):
@@ -41,7 +41,7 @@ class QuantizeCache(Rule):
             if kept != update.keep:
                 return Miss(f"the cache keeps {kept} tokens, its update {update.keep}", update.kept)
             rope = update.past.meta["example_value"].plan.rope
-            found = unturned(update.new, node, context) if rope is not None else None
+            found = pre_rope(update.new, node, context) if rope is not None else None
             if isinstance(found, Miss):
                 return found
             if rope != (None if found is None else found.rope):
@@ -49,7 +49,7 @@ class QuantizeCache(Rule):
             # A filled cache goes on as it was begun; an empty one follows the recipe.
             role, _ = context.sites.roles.get(node, ("unknown", None))
             return {"update": update, "role": role, "plan": update.past.meta["example_value"].plan}
-        stored = storage(update.new, node, context)
+        stored = plan_for(update.new, node, context)
         if isinstance(stored, Miss):
             return stored
         role, plan = stored
@@ -101,7 +101,7 @@ def _return(packed: Node, update: CacheUpdate, context: Context) -> None:
 
 
 def _append(update: CacheUpdate, plan: TensorPlan, context: Context) -> Node:
-    whole = plan.keep is not None and update.kept is update.cat
+    whole = plan.window_size is not None and update.kept is update.cat
     constant = None
     if update.past is None and (ranges := context.ranges.get(update.cat)) is not None:
         example, params = update.new.meta["example_value"], ranges.tensor()

@@ -12,7 +12,7 @@ from kvpass.graph.analysis.static import StaticUpdate
 from kvpass.graph.logical_calls import AppendCall, PackedCall
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.plan_for import changed_later, storage
+from kvpass.rules.plan_for import changed_later, plan_for
 
 
 # Where count is how many tokens are written, which is checked when the graph is called. Lossy as
@@ -40,7 +40,7 @@ class QuantizeStatic(Rule):
         if _unread(update):
             reason = "nothing reads it in this graph: its attention is behind a graph break"
             return Miss(reason, update.buffer)
-        found = storage(update.new, update.buffer, context)
+        found = plan_for(update.new, update.buffer, context)
         if isinstance(found, Miss):
             return found
         try:

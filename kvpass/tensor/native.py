@@ -144,7 +144,7 @@ def crop(x: PackedKV, first: int, last: int) -> Any:
     if plan.room is not None:
         return NotImplemented
     # A step sees the last tokens as the plan says: the logical tensor may not be shorter.
-    if first and (plan.keep is None or last - first < min(total, plan.keep)):
+    if first and (plan.window_size is None or last - first < min(total, plan.window_size)):
         return NotImplemented
     state, written = x.cropped(last, total)
     return rebuilt(x, state.tensors, last - first, written)
@@ -160,7 +160,7 @@ def slice_traced(
         return NotImplemented
     if start is None or start >= 0:
         return NotImplemented
-    if -start == x.plan.keep:
+    if -start == x.plan.window_size:
         # What the cache keeps: no guard on its length, so that one graph serves all of them.
         return _traced(x, torch.sym_min(x.shape[2], -start))
     # What attention reads must be seen to fit its mask.
@@ -179,13 +179,13 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return NotImplemented
     if is_traced(first.segment_ends):
         plain = not any(isinstance(t, PackedKV) for t in rest)
-        if first.plan.keep is None or not plain or dim % 4 != 2:
+        if first.plan.window_size is None or not plain or dim % 4 != 2:
             return NotImplemented
         return _traced(first, first.shape[2] + sum(t.shape[2] for t in rest))
     if dim % 4 == 0:
         return _cat_batch(tensors)
     expected = (*first.shape[:2], first.shape[3])
-    # Keys that come here have been turned by their rotary embedding.
+    # Keys that come here have been rotated by their rotary embedding.
     if (
         dim % 4 != 2
         or first.plan.rope is not None

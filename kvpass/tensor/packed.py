@@ -17,7 +17,7 @@ from kvpass._torch import (
 )
 from kvpass.format.codec import Codec
 from kvpass.format.order import ChannelOrder
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
@@ -122,9 +122,9 @@ class PackedKV(PackedStorage):
             packed = max(0, tokens - sinks - (ends[-1] - ends[-2]))
             bits = self.plan.codec.bits_per_element(self.shape[3], self.shape[1]) * packed
             bits += exact * (tokens - packed)
-            bits += self.plan.kept * (exact + 32 / self.shape[3])
+            bits += self.plan.retained * (exact + 32 / self.shape[3])
             bits /= max(tokens, 1)
-        constant = self.qparams.nbytes if self.plan.codec.offline else 0
+        constant = self.qparams.nbytes if self.plan.codec.static_ranges else 0
         return bits + 8 * (self.segment_ends.nbytes + constant) / max(self.numel(), 1)
 
     def extended(self, new: int, after: int | None = None) -> Self:
@@ -230,4 +230,6 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 
 # torch.load refuses classes that it does not know.
-torch.serialization.add_safe_globals([PackedKV, TensorPlan, Residency, Codec, ChannelOrder, Rope])
+torch.serialization.add_safe_globals(
+    [PackedKV, TensorPlan, RetentionPolicy, Codec, ChannelOrder, Rope]
+)

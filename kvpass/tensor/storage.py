@@ -82,7 +82,7 @@ class PackedStorage(StateTensors, Tensor):
                     f"The static cache has room for {plan.room} tokens and holds {self.written}; "
                     f"{new} more do not fit. Make it with a larger max_cache_len."
                 )
-        elif plan.keep is not None:
+        elif plan.window_size is not None:
             if plan.capacity(after) > self.capacity:
                 self.grow("capacity", plan.capacity(after + after // 4))
         else:
@@ -96,8 +96,8 @@ class PackedStorage(StateTensors, Tensor):
         else:
             self._reserve_window(new)
             counted = (tokens if new <= MAX_STEP else tokens + new) - plan.sinks
-            residency = plan.residency
-            needed = counted - (residency.window if residency.pivotal else residency.stay(counted))
+            retention = plan.retention
+            needed = counted - (retention.window if retention.pivotal else retention.stay(counted))
         self._reserve_capacity(needed)
 
     def _reserve_capacity(self, needed: int) -> None:
@@ -121,7 +121,7 @@ class PackedStorage(StateTensors, Tensor):
         order."""
         if grows == "window":
             return self.written
-        if self.plan.keep is None:
+        if self.plan.window_size is None:
             return None
         ends = row_ends(self.segment_ends)
         return ends[0] if grows == "capacity" else ends[-1]
@@ -163,7 +163,7 @@ class PackedStorage(StateTensors, Tensor):
                 group = read_packed(state, whole, whole + g, self.dtype)
                 write_window(state.window, whole, group[:, :, : total - whole])
             ends.clamp_(max=whole)
-            if plan.kept:
+            if plan.retained:
                 state.positions.masked_fill_(state.positions >= whole, -1)
         ends[:, -1] = total
         return state, total
@@ -184,22 +184,22 @@ class PackedStorage(StateTensors, Tensor):
         """Makes room in `window` for a step of ``new`` tokens if a ratio of the tokens stays exact;
         gives back what a pivotal ratio no longer needs."""
         plan, slots = self.plan, self.window.shape[2]
-        if plan.residency.fraction:
+        if plan.retention.fraction:
             after = self.written + new - plan.sinks
             # What a pivotal ratio needs beyond that is spare here.
-            if plan.slots(after) - MAX_STEP > slots:
-                self.grow("window", plan.slots(after + after // 4))
-        elif plan.residency.pivotal and (new > MAX_STEP or slots > plan.ring):
+            if plan.ring_slots(after) - MAX_STEP > slots:
+                self.grow("window", plan.ring_slots(after + after // 4))
+        elif plan.retention.pivotal and (new > MAX_STEP or slots > plan.ring):
             *_, packed, total = row_ends(self.segment_ends)
             exact = total - packed + new
-            wanted = max(plan.slots(exact), exact)
+            wanted = max(plan.ring_slots(exact), exact)
             if wanted > slots or 2 * wanted <= slots or wanted == plan.ring:
                 self.grow("window", wanted)
 
     def reserve_cos_sin(self, new: int, after: int) -> None:
         """Makes room in `cos_sin` for ``new`` more tokens, as `reserve`."""
         plan, room = self.plan, self.cos_sin.shape[1]
-        needed = plan.capacity(self.written + new if plan.keep is None else after)
+        needed = plan.capacity(self.written + new if plan.window_size is None else after)
         if needed > room:
             self.grow("cos_sin", max(needed, plan.capacity(room + room // 4)))
 

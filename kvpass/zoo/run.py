@@ -30,7 +30,7 @@ from kvpass.zoo.families import tiny_model
 from kvpass.zoo.outcome import Mode, Outcome
 from kvpass.zoo.steps import Text, new_cache, random_text, run_steps
 
-# Small enough for a flush of keys while decoding.
+# Small enough for keys to be packed while decoding.
 _SMALL = {"group": 16, "residual": 16}
 
 UPDATES = ("quantize_cache", "quantize_static")
@@ -202,7 +202,7 @@ def _layer_plan(layer: Any) -> LayerPlan:
     """How the layer is held, without what the kind of its cache adds to the recipe's plan."""
     held = [getattr(layer, name, None) for name in ("keys", "values")]
     plans = [x.plan if isinstance(x, PackedKV) else TensorPlan() for x in held]
-    keys, values = (TensorPlan(plan.codec, plan.residency) for plan in plans)
+    keys, values = (TensorPlan(plan.codec, plan.retention) for plan in plans)
     key_order, value_order = (x.order if isinstance(x, PackedKV) else None for x in held)
     return LayerPlan(keys, values, key_order, value_order)
 

@@ -1,4 +1,4 @@
-"""``kvpass::append`` in C++: whole flushes are encoded in place, the new tokens join the window."""
+"""``kvpass::append`` in C++: whole runs are encoded in place, the new tokens join the window."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from torch import Tensor
 from kvpass.errors import KernelError
 from kvpass.format.parse import parse_plan
 from kvpass.format.rope import Rope
-from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, midpoints_of
-from lowering.cpp.library import decline_compiler, load_function, tensor_source
+from lowering.cpp.constants import (
+    address,
+    clips_of,
+    midpoints_of,
+    unsupported_device,
+    unsupported_writing,
+)
+from lowering.cpp.library import load_function, tensor_source, unsupported_compiler
 from lowering.cpp.structs import state_numbers, tensor_structs
-from lowering.triton.layouts import decline_gaps, exact_tokens, row_stride
+from lowering.triton.layouts import exact_tokens, row_stride, unsupported_gaps
 
 _UNTURNED = (0,) * 8
 
 
-def supports(
+def unsupported_reason(
     state: Sequence[Tensor],
     new: Tensor,
     plan: str,
@@ -36,10 +42,12 @@ def supports(
     if rows is not None and rows.dtype not in (new.dtype, torch.float32):
         return f"cosines and sines are {rows.dtype}, new tokens {new.dtype}"
     return (
-        decline_device(new)
-        or decline_writing(plan, int(new.shape[3]))
-        or decline_gaps(state, plan)
-        or decline_compiler("append", tensor_source(plan, int(new.shape[3]), new.dtype, segments))
+        unsupported_device(new)
+        or unsupported_writing(plan, int(new.shape[3]))
+        or unsupported_gaps(state, plan)
+        or unsupported_compiler(
+            "append", tensor_source(plan, int(new.shape[3]), new.dtype, segments)
+        )
     )
 
 
@@ -72,7 +80,7 @@ def append(
     *,
     segments: int = 1,
 ) -> None:
-    """As `kvpass.ops.append.append`, for arguments that `supports` takes.
+    """As `kvpass.ops.append.append`, for arguments that are supported.
 
     Raises:
         KernelError: if there is no room for the tokens that are due; nothing is written then.

@@ -16,12 +16,12 @@ from lowering.cpp.constants import (
     address,
     codebook_of,
     constants_of,
-    decline_device,
-    decline_plan,
+    unsupported_device,
+    unsupported_plan,
 )
-from lowering.cpp.library import decline_compiler, load_function, native_lanes, source
+from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
 from lowering.cpp.structs import attention_struct, state_numbers, state_struct
-from lowering.triton.layouts import decline_formats, decline_gaps
+from lowering.triton.layouts import unsupported_formats, unsupported_gaps
 
 # Query rows whose sums, and those of the tokens beside them, fill the registers. For more of them
 # tokens are decoded first, and rows fill vectors: of 8 numbers for so many rows, else of any size.
@@ -106,25 +106,27 @@ def _rows(q: Tensor, k: Tensor) -> int:
 
 
 def decline(a: AttentionArguments, segment: bool = False) -> str | None:
-    """As `lowering.cpp.attention.supports`, of all tokens or those of one ``segment``."""
+    """As `lowering.cpp.attention.unsupported_reason`, of all tokens or those of one ``segment``."""
     q, mask, (keys, values) = a.q, a.mask, a.states
-    if reason := decline_formats(q, keys, values):
+    if reason := unsupported_formats(q, keys, values):
         return reason
     if mask is not None and mask.dtype not in _KINDS:
         return f"the mask is {mask.dtype}"
     kernel = Kernel.of(a, segment)
-    if reason := decline_plan(a.k_plan, kernel.k_dim) or decline_plan(a.v_plan, kernel.v_dim):
+    if reason := unsupported_plan(a.k_plan, kernel.k_dim) or unsupported_plan(
+        a.v_plan, kernel.v_dim
+    ):
         return reason
     if "cos_sin" in keys and keys.cos_sin.dtype != q.dtype:
         return f"cosines and sines are {keys.cos_sin.dtype}, the query is {q.dtype}"
     if "cos_sin" in values:
         return "values have a rotary embedding"
     return (
-        next(filter(None, (c.misfit(kernel.lanes) for c in kernel.constants)), None)
-        or decline_device(q)
-        or decline_gaps(a.keys, a.k_plan)
-        or decline_gaps(a.values, a.v_plan)
-        or decline_compiler("attention", kernel.source)
+        next(filter(None, (c.unsupported_reason(kernel.lanes) for c in kernel.constants)), None)
+        or unsupported_device(q)
+        or unsupported_gaps(a.keys, a.k_plan)
+        or unsupported_gaps(a.values, a.v_plan)
+        or unsupported_compiler("attention", kernel.source)
     )
 
 
@@ -151,8 +153,8 @@ def attend(a: AttentionArguments, segment: bool = False, *more: int) -> Tensor:
             heads // k.codes.shape[1] * queries, queries, q.stride(0), q.stride(1), q.stride(2),
             *(_NO_MASK if mask is None else _mask_layout(mask)),
             0 if sinks is None else _KINDS[sinks.dtype],
-            a.causal, a.window, k.plan.keep or 0, torch.get_num_threads(), a.scale, a.softcap,
-            *more,
+            a.causal, a.window, k.plan.window_size or 0, torch.get_num_threads(), a.scale,
+            a.softcap, *more,
         )
     )  # fmt: skip
     return out

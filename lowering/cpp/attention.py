@@ -10,13 +10,13 @@ from kvpass.ops.attention import AttentionArguments
 from lowering.cpp.attend import attend, decline
 
 
-def supports(*args: Any, **kwargs: Any) -> str | None:
+def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention``, or None."""
     return decline(AttentionArguments(*args, **kwargs))
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:
-    """As `kvpass.ops.attention.attention`, for arguments that `supports` takes.
+    """As `kvpass.ops.attention.attention`, for arguments that are supported.
 
     A row that sees no token gives zero. Threads are torch's.
     """

@@ -11,31 +11,33 @@ from torch import Tensor
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import FP, Codec
 from kvpass.format.parse import parse_plan
-from kvpass.format.retention import Residency
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.attention import AttentionArguments
 from kvpass.ops.chunks import chunked, encoded, reordered
 from lowering.cpp import append, pack
 from lowering.cpp.attend import attend_segment, decline
-from lowering.triton.layouts import decline_gaps
+from lowering.triton.layouts import unsupported_gaps
 
 
 def _plan(codec: Codec) -> str:
     """Of one segment alone, all of whose tokens are packed."""
-    return str(FP if codec.identity else TensorPlan(codec, Residency(0, codec.token_group)))
+    return str(FP if codec.identity else TensorPlan(codec, RetentionPolicy(0, codec.token_group)))
 
 
-def supports_reorder(new: Tensor, slots: Sequence[Tensor], plan: str) -> str | None:
+def unsupported_reorder(new: Tensor, slots: Sequence[Tensor], plan: str) -> str | None:
     """Why C++ declines these arguments of ``kvpass::reorder_chunks``, or None."""
     codecs = [codec for codec in parse_plan(plan).codecs if not codec.identity]
     if not codecs:
         return f"{plan} stores all tokens as they are"
-    return next(filter(None, (pack.supports(new, _plan(codec)) for codec in codecs)), None)
+    return next(
+        filter(None, (pack.unsupported_reason(new, _plan(codec)) for codec in codecs)), None
+    )
 
 
 def reorder_chunks(new: Tensor, slots: list[Tensor], plan: str) -> list[Tensor]:
-    """As `kvpass.ops.chunks.reorder_chunks`, for arguments that `supports_reorder` takes."""
+    """As `kvpass.ops.chunks.reorder_chunks`, for arguments that `unsupported_reorder` takes."""
     return reordered(new, slots, plan, _encoded)
 
 
@@ -49,14 +51,16 @@ def _exact(state: Sequence[Tensor], plan: str) -> tuple[list[Tensor], int]:
     return [s.codes, s.segment_ends], len(p.codecs)
 
 
-def supports_append(state: Sequence[Tensor], new: Tensor, plan: str, *rotation: Any) -> str | None:
+def unsupported_append(
+    state: Sequence[Tensor], new: Tensor, plan: str, *rotation: Any
+) -> str | None:
     """Why C++ declines these arguments of ``kvpass::append_chunks``, or None."""
     exact, segments = _exact(state, plan)
-    return append.supports(exact, new, str(FP), *rotation, segments=segments)
+    return append.unsupported_reason(exact, new, str(FP), *rotation, segments=segments)
 
 
 def append_chunks(state: list[Tensor], new: Tensor, plan: str, *rotation: Any) -> None:
-    """As `kvpass.ops.chunks.append_chunks`, for arguments that `supports_append` takes."""
+    """As `kvpass.ops.chunks.append_chunks`, for arguments that `unsupported_append` takes."""
     exact, segments = _exact(state, plan)
     append.append(exact, new, str(FP), *rotation, segments=segments)
 
@@ -68,12 +72,12 @@ def _segment(state: State, plan: ChunkedPlan, number: int) -> list[Tensor]:
     return [*parts, *window, state.segment_ends]
 
 
-def supports_attention(*args: Any, **kwargs: Any) -> str | None:
+def unsupported_attention(*args: Any, **kwargs: Any) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention_chunks``, or None."""
     a = AttentionArguments(*args, **kwargs)
     if a.window:
         return f"a window of {a.window} tokens that lie in the order of their bits"
-    if reason := decline_gaps(a.keys, a.k_plan) or decline_gaps(a.values, a.v_plan):
+    if reason := unsupported_gaps(a.keys, a.k_plan) or unsupported_gaps(a.values, a.v_plan):
         return reason
     pairs = zip(parse_plan(a.k_plan).codecs, parse_plan(a.v_plan).codecs, strict=True)
     exact = [{k.identity, v.identity} for k, v in pairs]
@@ -96,7 +100,7 @@ def _parts(a: AttentionArguments) -> Iterator[tuple[AttentionArguments, Tensor]]
 
 
 def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
-    """As `kvpass.ops.chunks.attention_chunks`, for arguments that `supports_attention` takes.
+    """As `kvpass.ops.chunks.attention_chunks`, for arguments that `unsupported_attention` takes.
 
     One segment after the other, each by code for its pair of codecs, in one softmax: each function
     carries on what those before it have summed.

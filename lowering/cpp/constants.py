@@ -14,11 +14,11 @@ from kvpass.format.tensor_plan import TensorPlan
 from kvpass.format.words import TERNARY
 from lowering.cpp.structs import Struct
 from lowering.triton.layouts import (
-    decline_calibrated,
-    decline_filter,
-    decline_groups,
     interpreted,
     unbounded,
+    unsupported_calibrated,
+    unsupported_filter,
+    unsupported_groups,
 )
 
 # The types of models, in C++.
@@ -53,19 +53,19 @@ class Constants:
     def dequant_first(self) -> bool:
         """Tokens are decoded before they are multiplied, not read as codes."""
         codec = self.plan.codec
-        calibrated = codec.table is not None or codec.outliers or not codec.group
+        calibrated = codec.codebook is not None or codec.outliers or not codec.group
         rotated = self.plan.rope is not None
         return rotated or (self.packed and bool(calibrated or self.heads_per_group > 1))
 
     @property
     def heads_per_group(self) -> int:
         """Heads that a group spans."""
-        return self.plan.codec.groups.joined_heads(self.dim)
+        return self.plan.codec.groups.heads_per_group(self.dim)
 
     @property
     def period(self) -> int:
         """Channels after which groups of channels begin again."""
-        return self.dim // 2 if self.plan.codec.pairs else self.dim
+        return self.dim // 2 if self.plan.codec.half_split else self.dim
 
     @property
     def run(self) -> int:
@@ -73,14 +73,14 @@ class Constants:
         codec = self.plan.codec
         if codec.identity or codec.axis == "channel":
             return self.dim
-        return codec.group // 2 if codec.pairs else min(codec.group, self.dim)
+        return codec.group // 2 if codec.half_split else min(codec.group, self.dim)
 
     @property
     def width(self) -> int:
         """Channels of a plane, whose codes lie side by side; at 16 bits all of them."""
         return -(-self.dim // self.plan.codec.words.planes) if self.packed else self.dim
 
-    def misfit(self, lanes: int) -> str | None:
+    def unsupported_reason(self, lanes: int) -> str | None:
         """Why vectors of ``lanes`` numbers cannot work on these groups, or None."""
         for plane in range(0, self.dim, self.width):
             for first in range(plane, plane + self.width, lanes):
@@ -94,19 +94,19 @@ class Constants:
         """``struct``, of the tensors of its state, in C++, with the types and constants that the
         headers take from it."""
         p, codec, rope = self.plan, self.plan.codec, self.plan.rope
-        ratio, divisor = (p.residency.ratio if p.grows else None) or (0, 0)
+        ratio, divisor = (p.retention.ratio if p.grows else None) or (0, 0)
         return f"// {p}\n" + struct.declaration(
             f"using Words = {codec.words.struct if self.packed else 'Bits<16>'}",
-            f"using Number = {'Float8' if codec.params == 'fp8' else 'Float16'}",
+            f"using Number = {'Float8' if codec.qparams == 'fp8' else 'Float16'}",
             "using Element = Scalar",
             DIM=self.dim, PACKED=self.packed, DEQUANT_FIRST=self.dequant_first,
-            BITS=int(codec.words.bits) if self.packed else 16, MAX_CODE=codec.levels,
+            BITS=int(codec.words.bits) if self.packed else 16, MAX_CODE=codec.max_code,
             GROUP=codec.group, BY_TOKEN=codec.axis == "token", RUN=self.run, PERIOD=self.period,
             HEADS_PER_GROUP=self.heads_per_group, CLIPPED=self.clipped,
-            CODEBOOK=codec.table is not None, OUTLIERS=codec.outliers,
-            WINDOW=p.residency.window, PACK_EVERY=p.residency.flush, RING=p.ring, SINKS=p.sinks,
-            SLIDING=self.sliding, SEGMENTS=self.segments,
-            RATIO=ratio, RATIO_DIVISOR=divisor, PIVOTAL=p.residency.pivotal > 0,
+            CODEBOOK=codec.codebook is not None, OUTLIERS=codec.outliers,
+            WINDOW=p.retention.window, PACK_EVERY=p.retention.pack_every, RING=p.ring,
+            SINKS=p.sinks, SLIDING=self.sliding, SEGMENTS=self.segments,
+            RATIO=ratio, RATIO_DIVISOR=divisor, PIVOTAL=p.retention.pivotal > 0,
             ROPE_START=rope.start if rope else 0, ROPE_CHANNELS=rope.channels if rope else 0,
             ROPE_HALVES=rope is not None and rope.kind == "halves",
         )  # fmt: skip
@@ -118,41 +118,45 @@ def constants_of(plan: str, dim: int, encodes: bool = False, segments: int = 1) 
     to be written as well; of a state with so many ``segments``, see `Constants`."""
     given = parse_plan(plan)
     codec = given.codec
-    table = None if codec.table is None else tuple(map(float, range(len(codec.table))))
-    plain = replace(codec, clip=1.0, table=table, qnorm=None)
+    table = None if codec.codebook is None else tuple(map(float, range(len(codec.codebook))))
+    plain = replace(codec, clip=1.0, codebook=table, qnorm=None)
     p = unbounded(replace(given, codec=plain, rope=None if encodes else given.rope))
-    return Constants(p, dim, given.keep is not None, encodes and codec.clip != 1, segments)
+    return Constants(p, dim, given.window_size is not None, encodes and codec.clip != 1, segments)
 
 
-def decline_plan(plan: str, dim: int) -> str | None:
+def unsupported_plan(plan: str, dim: int) -> str | None:
     """Why C++ cannot attend to tokens of ``dim`` channels stored so, or None."""
     codec = parse_plan(plan).codec
     if codec.sizes is not None:
         return f"sizes of {codec} are not supported"
-    if reason := decline_filter(plan):
+    if reason := unsupported_filter(plan):
         return reason
     constants = constants_of(plan, dim)
-    if codec.pairs and constants.period % constants.width:
+    if codec.half_split and constants.period % constants.width:
         return f"pairs of {plan} do not fill planes of {constants.width} channels"
     return None
 
 
-def decline_reading(plan: str, dim: int) -> str | None:
+def unsupported_reading(plan: str, dim: int) -> str | None:
     """Why C++ cannot decode tokens of ``dim`` channels stored so, or None."""
     codec = parse_plan(plan).codec
-    return decline_calibrated(plan) or decline_groups(codec, dim) or decline_plan(plan, dim)
+    return (
+        unsupported_calibrated(plan)
+        or unsupported_groups(codec, dim)
+        or unsupported_plan(plan, dim)
+    )
 
 
-def decline_writing(plan: str, dim: int) -> str | None:
+def unsupported_writing(plan: str, dim: int) -> str | None:
     """Why C++ cannot encode tokens of ``dim`` channels so, or None."""
     codec = parse_plan(plan).codec
-    if codec.clip != 1 and codec.groups.joined_heads(dim) > 1:
+    if codec.clip != 1 and codec.groups.heads_per_group(dim) > 1:
         return f"groups of {codec} that span heads of {dim} are not clipped"
-    if codec.groups.joined_heads(dim) > 1 and codec.words is TERNARY:
+    if codec.groups.heads_per_group(dim) > 1 and codec.words is TERNARY:
         return f"base 3 of {codec} is not supported where groups span heads"
-    if codec.table is not None and codec.axis == "channel" and not codec.offline:
+    if codec.codebook is not None and codec.axis == "channel" and not codec.static_ranges:
         return "a table of levels per channel is written in calibrated ranges only"
-    return decline_plan(plan, dim)
+    return unsupported_plan(plan, dim)
 
 
 def address(tensor: Tensor | None) -> int:
@@ -163,15 +167,15 @@ def address(tensor: Tensor | None) -> int:
 @cache
 def midpoints_of(codec: Codec) -> Tensor | None:
     """Halfway between the numbers of a codebook, if there is one."""
-    return None if codec.table is None else _floats(codec.middles)
+    return None if codec.codebook is None else _floats(codec.midpoints)
 
 
 @cache
 def codebook_of(codec: Codec) -> Tensor | None:
     """The 16 numbers that codes stand for, if they are those of a codebook."""
-    if codec.decoded is None:
+    if codec.decoded_codebook is None:
         return None
-    return _floats((*codec.decoded, *(0.0,) * (16 - len(codec.decoded))))
+    return _floats((*codec.decoded_codebook, *(0.0,) * (16 - len(codec.decoded_codebook))))
 
 
 @cache
@@ -189,7 +193,7 @@ def _floats(numbers: tuple[float, ...]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float32)
 
 
-def decline_device(x: Tensor) -> str | None:
+def unsupported_device(x: Tensor) -> str | None:
     """Why C++ cannot work on ``x``, or None."""
     if interpreted():
         return "Triton's interpreter is asked for"

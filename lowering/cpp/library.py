@@ -134,7 +134,7 @@ def _library(name: str, text: str) -> Any:
 
 
 @cache
-def decline_compiler(op: str, text: str) -> str | None:
+def unsupported_compiler(op: str, text: str) -> str | None:
     """Compiles the function of an op; why that is not possible, or None."""
     try:
         load_function(op, text)

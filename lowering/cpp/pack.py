@@ -10,18 +10,24 @@ from torch import Tensor
 
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import empty_state
-from lowering.cpp.constants import address, clips_of, decline_device, decline_writing, midpoints_of
-from lowering.cpp.library import decline_compiler, load_function, tensor_source
+from lowering.cpp.constants import (
+    address,
+    clips_of,
+    midpoints_of,
+    unsupported_device,
+    unsupported_writing,
+)
+from lowering.cpp.library import load_function, tensor_source, unsupported_compiler
 from lowering.cpp.structs import state_numbers, tensor_structs
 from lowering.triton.layouts import unbounded
 
 
-def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
+def unsupported_reason(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
     return (
-        decline_device(new)
-        or decline_writing(plan, int(new.shape[3]))
-        or decline_compiler("pack", _source(plan, int(new.shape[3]), new.dtype))
+        unsupported_device(new)
+        or unsupported_writing(plan, int(new.shape[3]))
+        or unsupported_compiler("pack", _source(plan, int(new.shape[3]), new.dtype))
     )
 
 
@@ -36,7 +42,7 @@ def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None
 
 
 def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
-    """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
+    """As `kvpass.ops.pack.pack`, for arguments that are supported."""
     p = parse_plan(plan)
     new = new[:, :, p.skipped(new.shape[2]) :]
     _, heads, count, dim = new.shape

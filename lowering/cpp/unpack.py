@@ -8,23 +8,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lowering.cpp.constants import decline_device, decline_reading
-from lowering.cpp.library import decline_compiler, load_function, tensor_source
+from lowering.cpp.constants import unsupported_device, unsupported_reading
+from lowering.cpp.library import load_function, tensor_source, unsupported_compiler
 from lowering.cpp.structs import state_numbers, tensor_structs
-from lowering.triton.layouts import decline_conversion, decline_gaps, exact_tokens
+from lowering.triton.layouts import exact_tokens, unsupported_conversion, unsupported_gaps
 
 
-def supports(
+def unsupported_reason(
     state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
 ) -> str | None:
     """Why C++ declines these arguments of ``kvpass::unpack``, or None."""
     exact = exact_tokens(state, plan)
     return (
-        decline_conversion(exact, dtype)
-        or decline_device(exact)
-        or decline_reading(plan, int(exact.shape[3]))
-        or decline_gaps(state, plan)
-        or decline_compiler("unpack", tensor_source(plan, int(exact.shape[3]), dtype))
+        unsupported_conversion(exact, dtype)
+        or unsupported_device(exact)
+        or unsupported_reading(plan, int(exact.shape[3]))
+        or unsupported_gaps(state, plan)
+        or unsupported_compiler("unpack", tensor_source(plan, int(exact.shape[3]), dtype))
     )
 
 
@@ -34,7 +34,7 @@ def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None
 
 
 def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
-    """As `kvpass.ops.unpack.unpack`, for arguments that `supports` takes."""
+    """As `kvpass.ops.unpack.unpack`, for arguments that are supported."""
     exact = exact_tokens(state, plan)
     batch, heads, _, dim = exact.shape
     out = exact.new_empty((batch, heads, tokens, dim))

@@ -1,0 +1,1 @@
+"""The host side of the Triton templates: support, sizes, launches, inspection."""

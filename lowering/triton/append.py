@@ -16,19 +16,19 @@ from lowering.triton.launch import launch
 from lowering.triton.layouts import (
     capacity_tiles,
     clip_factor,
-    decline_device,
-    decline_dtype,
-    decline_encoding,
-    decline_state,
     encoded_heads,
     layout_of,
     row_stride,
     stored,
     symbolic,
+    unsupported_device,
+    unsupported_dtype,
+    unsupported_encoding,
+    unsupported_state,
 )
 
 
-def supports(
+def unsupported_reason(
     state: Sequence[Tensor],
     new: Tensor,
     plan: str,
@@ -41,12 +41,12 @@ def supports(
     if new.shape[2] > MAX_STEP:
         return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
     plan = str(stored(parse_plan(plan)))
-    if rows is not None and (reason := decline_dtype(rows, "a row of cosines and sines")):
+    if rows is not None and (reason := unsupported_dtype(rows, "a row of cosines and sines")):
         return reason
     return (
-        decline_device(new)
-        or decline_encoding(plan, int(new.shape[3]))
-        or decline_state(state, plan)
+        unsupported_device(new)
+        or unsupported_encoding(plan, int(new.shape[3]))
+        or unsupported_state(state, plan)
     )
 
 
@@ -57,11 +57,11 @@ def append(
     rows: Tensor | None = None,
     rope: str | None = None,
 ) -> None:
-    """As `kvpass.ops.append.append`, for arguments that `supports` takes."""
+    """As `kvpass.ops.append.append`, for arguments that are supported."""
     batch, heads, steps, head_dim = new.shape
     p, s = stored(parse_plan(plan)), State.of(state, plan)
     layout = layout_of(str(p), head_dim)
-    sizes = {"NEW": steps, "WINDOW": p.residency.window, "FLUSH": p.residency.flush}
+    sizes = {"NEW": steps, "WINDOW": p.retention.window, "PACK_EVERY": p.retention.pack_every}
     padded = 1 << (steps - 1).bit_length()
     if new.stride(3) != 1:
         new = new.contiguous()
@@ -70,11 +70,11 @@ def append(
         kernels = load_kernels("append", layout=layout)
     else:
         r = Rope.parse(rope)
-        turned = (r.start, r.stop, r.kind == "neighbours")
-        kernels = load_kernels("append", layout=layout, rope=turned)
+        rotated = (r.start, r.stop, r.kind == "neighbours")
+        kernels = load_kernels("append", layout=layout, rope=rotated)
         rows = rows.contiguous()
         arguments += [rows, row_stride(rows), rows.stride(1)]
-    if layout.whole_tokens:
+    if layout.cross_head:
         together = encoded_heads(layout, heads)
         launch(
             kernels.append_step, (batch * (heads // together),), *arguments,
@@ -84,7 +84,7 @@ def append(
     else:
         tokens = encode_tokens(layout)
         # The ring bounds how many tokens can be exact, and so how many can be due.
-        programs = max(1, -(-p.residency.due(layout.ring) // tokens))
+        programs = max(1, -(-p.retention.due(layout.ring) // tokens))
         launch(
             kernels.append_step, (batch * heads, programs), *arguments, clip_factor(p),
             KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **sizes,

@@ -16,16 +16,16 @@ from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
     capacity_tiles,
-    decline_codec,
-    decline_decoding,
-    decline_device,
-    decline_dtype,
-    decline_formats,
-    decline_state,
     interpreted,
     layout_of,
     rotary_stride,
     symbolic,
+    unsupported_codec,
+    unsupported_decoding,
+    unsupported_device,
+    unsupported_dtype,
+    unsupported_formats,
+    unsupported_state,
 )
 from lowering.triton.timing import time_attention
 from lowering.triton.tuning import (
@@ -42,35 +42,35 @@ _LOG2_E = math.log2(math.e)
 _MERGE_STEP = 16
 
 
-def supports(*args: Any, **kwargs: Any) -> str | None:
+def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::attention``, or None."""
     a = AttentionArguments(*args, **kwargs)
     q, (keys, values) = a.q, a.states
     k, v = keys.tokens, values.tokens
     if symbolic(q.shape[2]):
         return "the number of new tokens is symbolic"
-    if reason := decline_formats(q, keys, values):
+    if reason := unsupported_formats(q, keys, values):
         return reason
-    if reason := decline_codec(a.k_plan) or decline_codec(a.v_plan):
+    if reason := unsupported_codec(a.k_plan) or unsupported_codec(a.v_plan):
         return reason
     layouts = layout_of(a.k_plan, int(k.shape[3])), layout_of(a.v_plan, int(v.shape[3]))
     if _decodes(*layouts):
-        if reason := decline_decoding(a.k_plan, a.v_plan, *layouts):
+        if reason := unsupported_decoding(a.k_plan, a.v_plan, *layouts):
             return reason
     elif layouts[0].lanewise:
         return f"the groups of keys {a.k_plan} are too short at head_dim {k.shape[3]}"
-    if q.shape[2] > MAX_STEP and keys.plan.keep is not None:
+    if q.shape[2] > MAX_STEP and keys.plan.window_size is not None:
         return f"{q.shape[2]} new tokens are a prefill; a ring has room for {MAX_STEP}"
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > MAX_ROWS:
         return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
-    if a.mask is not None and a.mask.dtype != torch.bool and decline_dtype(a.mask, "the mask"):
-        return decline_dtype(a.mask, "the mask")
+    if a.mask is not None and a.mask.dtype != torch.bool and unsupported_dtype(a.mask, "the mask"):
+        return unsupported_dtype(a.mask, "the mask")
     return (
-        decline_device(q)
-        or decline_dtype(q, "the query")
-        or _prefixed("keys", decline_state(a.keys, a.k_plan))
-        or _prefixed("values", decline_state(a.values, a.v_plan))
+        unsupported_device(q)
+        or unsupported_dtype(q, "the query")
+        or _prefixed("keys", unsupported_state(a.keys, a.k_plan))
+        or _prefixed("values", unsupported_state(a.values, a.v_plan))
     )
 
 
@@ -92,7 +92,7 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """As `kvpass.ops.attention.attention`, for arguments that `supports` takes."""
+    """As `kvpass.ops.attention.attention`, for arguments that are supported."""
     state = (q, keys, values, mask, scale, k_plan, v_plan)
     a = AttentionArguments(*state, sinks, causal, window, softcap)
     return attend(_sizes(a), *a)
@@ -123,7 +123,7 @@ def _sizes(a: AttentionArguments) -> AttentionSizes:
 
 def _decodes(k: Layout, v: Layout) -> bool:
     """Scales and minima cannot be left to the other operands of products."""
-    return k.decodes or v.decodes
+    return k.dequant_first or v.dequant_first
 
 
 def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
@@ -150,14 +150,14 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
         # Packed tokens beyond the last whole tile, each combination of packed and exact, and sinks.
         edges = (1 if k.identity else 2) * (1 if v.identity else 2)
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
-        kept = (keys.plan.keep or 0,)
+        kept = (keys.plan.window_size or 0,)
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))
     if q.stride(3) != 1:
         q = q.contiguous()
     kind, mask, mask_strides = _mask_arguments(q, mask)
-    if sinks is not None and (decline_dtype(sinks, "sinks") or not sinks.is_contiguous()):
+    if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
     launch(
         kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),

@@ -79,7 +79,7 @@ def attention_sizes(
     """
     columns = 8 if rows <= 8 else _MAX_COLUMNS
     wide = query.dtype == torch.float32
-    decodes = k.decodes or v.decodes
+    decodes = k.dequant_first or v.dequant_first
     if decodes:
         # Keys are decoded in registers, and outliers compared with all of their channels.
         tile = 16 if k.outliers or v.outliers else 32
@@ -112,7 +112,7 @@ def attention_candidates(table: AttentionSizes, k: Layout, v: Layout) -> list[At
     for tile in (table.tile // 2, table.tile * 2):
         if _LEAST_TILE <= tile <= _MOST_TILE:
             part = _part(tile, k)
-            tile = part if k.decodes or v.decodes else tile
+            tile = part if k.dequant_first or v.dequant_first else tile
             found.append(replace(table, tile=tile, part=part, edge_tile=_edge_tile(part, k, v)))
     for warps in (table.warps // 2, table.warps * 2):
         if 1 <= warps <= _MOST_WARPS:
@@ -124,13 +124,13 @@ def attention_candidates(table: AttentionSizes, k: Layout, v: Layout) -> list[At
 
 
 def _part(tile: int, k: Layout) -> int:
-    return min(tile, k.group) if k.by_channel and not k.offline else tile
+    return min(tile, k.group) if k.by_channel and not k.static_ranges else tile
 
 
 def _edge_tile(part: int, k: Layout, v: Layout) -> int:
     # Scales of every channel leave fewer registers, and so do sums that are half padding, and keys
     # both decoded and exact.
-    few = v.lanewise or v.bits == 1 or k.decodes or v.decodes
+    few = v.lanewise or v.bits == 1 or k.dequant_first or v.dequant_first
     return min(16 if few else _EDGE_TILE, part)
 
 

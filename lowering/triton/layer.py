@@ -54,35 +54,35 @@ def layer_launches(
         tokens: Any = _TOKENS
         if parse_plan(k_plan).room is None:
             tokens = symbolic_size(mode, "tokens", _TOKENS)
-        keys = _state(k_plan, tokens, key_dim, dtype, turned=True)
+        keys = _state(k_plan, tokens, key_dim, dtype, rotated=True)
         values = _state(v_plan, tokens, value_dim, dtype)
         heads = KV_HEADS * heads_per_group
         q = keys[0].new_empty(1, heads, 1, key_dim, dtype=dtype)
         sinks = q.new_empty(heads) if with_sinks else None
         arguments = (q, keys, values, None, 1.0, k_plan, v_plan, sinks)
-        _require("attention", attention.supports(*arguments, **variant))
+        _require("attention", attention.unsupported_reason(*arguments, **variant))
         attention.attention(*arguments, **variant)
     return launches
 
 
 def _state(
-    plan: str, tokens: int, dim: int, dtype: torch.dtype, turned: bool = False
+    plan: str, tokens: int, dim: int, dtype: torch.dtype, rotated: bool = False
 ) -> list[Tensor]:
-    """The state after a prompt and a decode step, whose token is ``turned`` when it is stored or
+    """The state after a prompt and a decode step, whose token is ``rotated`` when it is stored or
     read; their kernels and that of `unpack` are recorded."""
     x = torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
     p = parse_plan(plan)
-    _require("pack", pack.supports(x, plan))
+    _require("pack", pack.unsupported_reason(x, plan))
     pack.pack(x, plan)
     state = pack_fake(x, plan)
     rotary = (x.new_empty(1, 1, dim), str(Rope("halves", 0, dim)))
     step = (state, x.new_empty(1, KV_HEADS, 1, dim), plan)
-    append.append(*step, *(rotary if turned and p.rope is None else ()))
+    append.append(*step, *(rotary if rotated and p.rope is None else ()))
     if p.rope is not None:
         rows = x.new_empty(1, tokens, p.rope.channels)
         state.append(pack_rotary_fake(rows, plan))
     length = p.logical(tokens + 1)
-    _require("unpack", unpack.supports(state, length, plan, dtype))
+    _require("unpack", unpack.unsupported_reason(state, length, plan, dtype))
     unpack.unpack(state, length, plan, dtype)
     return state
 

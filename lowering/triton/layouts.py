@@ -26,23 +26,23 @@ _MOST_GRID_ROWS = 65535
 def layout_of(plan: str, head_dim: int) -> Layout:
     """The layout of a cache tensor with this printed plan."""
     p = parse_plan(plan)
-    sliding = p.keep is not None
+    sliding = p.window_size is not None
     if p.codec.identity:
         return Layout(head_dim, sliding=sliding, state=p.layout.names)
     codec, bits = p.codec, int(p.codec.words.bits)
-    joined = codec.groups.joined_heads(head_dim)
+    joined = codec.groups.heads_per_group(head_dim)
     return Layout(
         head_dim, bits, codec.axis, codec.group if joined == 1 else head_dim, p.ring, sliding,
-        p.sinks, codec.params, codec.slots, codec.offline, joined, codec.outliers,
-        codec.decoded or (), codec.middles, None if p.rope is None else (p.rope.start, p.rope.stop),
-        p.layout.names,
+        p.sinks, codec.qparams, codec.ternary_in_2bit, codec.static_ranges, joined, codec.outliers,
+        codec.decoded_codebook or (), codec.midpoints,
+        None if p.rope is None else (p.rope.start, p.rope.stop), p.layout.names,
     )  # fmt: skip
 
 
 def unbounded(plan: TensorPlan) -> TensorPlan:
     """The plan without how many tokens it keeps or has room for, which kernels are told at run
     time."""
-    return replace(plan, keep=None, room=None)
+    return replace(plan, window_size=None, room=None)
 
 
 def stored(plan: TensorPlan) -> TensorPlan:
@@ -86,7 +86,7 @@ def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def decline_device(x: Tensor) -> str | None:
+def unsupported_device(x: Tensor) -> str | None:
     """Why Triton cannot work on the device of ``x``, or None."""
     if not _triton_installed():
         return "triton is not installed"
@@ -97,31 +97,31 @@ def decline_device(x: Tensor) -> str | None:
     return None
 
 
-def decline_dtype(x: Tensor, name: str) -> str | None:
+def unsupported_dtype(x: Tensor, name: str) -> str | None:
     """Why the kernels cannot read ``x``, or None."""
     if x.dtype not in _DTYPES:
         return f"{name} is {x.dtype}; the kernels take float16, bfloat16 and float32"
     return None
 
 
-def decline_pairs(x: Tensor) -> str | None:
+def unsupported_pairs(x: Tensor) -> str | None:
     """Why a grid cannot have a row for each head ``[B, H, ...]``, or None."""
     if symbolic(pairs := x.shape[0] * x.shape[1]) or pairs <= _MOST_GRID_ROWS:
         return None
     return f"the batch has {pairs} heads; the kernels take {_MOST_GRID_ROWS}"
 
 
-def decline_conversion(exact: Tensor, dtype: torch.dtype) -> str | None:
+def unsupported_conversion(exact: Tensor, dtype: torch.dtype) -> str | None:
     """Why no kernel unpacks a cache whose exact tokens are ``exact`` to ``dtype``, or None."""
     if dtype != exact.dtype:
         return f"tokens are wanted as {dtype}, those of the cache are {exact.dtype}"
     return None
 
 
-def decline_formats(q: Tensor, keys: State, values: State) -> str | None:
+def unsupported_formats(q: Tensor, keys: State, values: State) -> str | None:
     """Why no kernel attends with this query to keys and values stored so, or None."""
     k, v = keys.plan, values.plan
-    if k.keep != v.keep:
+    if k.window_size != v.window_size:
         return f"keys {k} and values {v} do not keep the same tokens"
     if len({p.sinks for p in (k, v) if not p.codec.identity}) > 1:
         return f"keys {k} and values {v} do not have the same sinks"
@@ -133,19 +133,19 @@ def decline_formats(q: Tensor, keys: State, values: State) -> str | None:
     return None
 
 
-def decline_calibrated(plan: str) -> str | None:
+def unsupported_calibrated(plan: str) -> str | None:
     """Why no kernel works on tokens stored so, or None."""
     p = parse_plan(plan)
     found = {
         "keys before their rotary embedding": p.rope is not None,
         "outliers": p.codec.outliers,
-        "tables of levels": p.codec.table is not None,
-        "calibrated ranges": p.codec.offline,
+        "tables of levels": p.codec.codebook is not None,
+        "calibrated ranges": p.codec.static_ranges,
     }
     return next((f"{name} are not supported" for name, holds in found.items() if holds), None)
 
 
-def _decline_rope(plan: TensorPlan) -> str | None:
+def _unsupported_rope(plan: TensorPlan) -> str | None:
     if plan.rope is None:
         return None
     if plan.rope.kind != "halves":
@@ -157,56 +157,56 @@ def _decline_rope(plan: TensorPlan) -> str | None:
     )
 
 
-def decline_filter(plan: str) -> str | None:
+def unsupported_filter(plan: str) -> str | None:
     """Why no kernel works on tokens stored so, or None."""
     p = parse_plan(plan)
-    return f"filter '{p.residency.filter}' is not supported" if p.kept else None
+    return f"filter '{p.retention.filter}' is not supported" if p.retained else None
 
 
-def decline_groups(codec: Codec, head_dim: int | None = None) -> str | None:
+def unsupported_groups(codec: Codec, head_dim: int | None = None) -> str | None:
     """Why no kernel works on the groups of a codec, or None."""
     if codec.sizes is not None:
         return f"sizes of {codec} are not supported"
-    if head_dim is not None and codec.groups.joined_heads(head_dim) > 1:
+    if head_dim is not None and codec.groups.heads_per_group(head_dim) > 1:
         return f"groups of {codec} that span heads of {head_dim} are not supported"
     return None
 
 
-def decline_codec(plan: str) -> str | None:
+def unsupported_codec(plan: str) -> str | None:
     """Why the Triton kernels cannot work on tokens stored so, or None."""
     p = parse_plan(plan)
     codec = p.codec
-    if reason := _decline_rope(p) or decline_groups(codec):
+    if reason := _unsupported_rope(p) or unsupported_groups(codec):
         return reason
-    if reason := decline_filter(plan):
+    if reason := unsupported_filter(plan):
         return reason
     if p.grows:
         return f"the window of {plan} grows with the context"
-    if codec.pairs:
+    if codec.half_split:
         return f"pairs of {codec} are not supported"
-    if codec.elevens:
+    if codec.pack11:
         return f"11 codes in 32 bits of {codec} are not supported"
-    if codec.bits == 1.5 and not codec.slots:
+    if codec.bits == 1.5 and not codec.ternary_in_2bit:
         return f"base 3 of {codec} is not supported; the kernels take its three levels in slots"
     return None
 
 
-def decline_encoding(plan: str, head_dim: int) -> str | None:
+def unsupported_encoding(plan: str, head_dim: int) -> str | None:
     """Why the Triton kernels cannot write tokens so, or None."""
     codec = parse_plan(plan).codec
     if isinstance(codec.clip, tuple):
         return f"clip of {codec} differs between groups; the kernels take one number"
-    if codec.clip != 1 and codec.groups.joined_heads(head_dim) > 1:
+    if codec.clip != 1 and codec.groups.heads_per_group(head_dim) > 1:
         return f"groups of {codec} that span heads of {head_dim} are not clipped"
-    return decline_codec(plan)
+    return unsupported_codec(plan)
 
 
 def encoded_heads(layout: Layout, heads: int) -> int:
     """How many of a token's ``heads`` are encoded together."""
-    return layout.joined if layout.axis == "token" else heads
+    return layout.heads_per_group if layout.axis == "token" else heads
 
 
-def decline_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str | None:
+def unsupported_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str | None:
     """Why the kernels that decode these keys and values cannot attend to them, or None."""
     for plan, layout in ((k_plan, k), (v_plan, v)):
         if layout.sliding:
@@ -217,12 +217,12 @@ def decline_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str | No
 
 
 def clip_factor(plan: TensorPlan) -> float:
-    """What the kernels multiply the ends of all groups by, of a plan that `decline_codec` takes."""
+    """What the kernels multiply the ends of all groups by; of a supported plan."""
     assert not isinstance(plan.codec.clip, tuple)
     return float(plan.codec.clip)
 
 
-def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:
+def unsupported_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     """Why no kernel can address this state, or None."""
     # What is extended is told without what all layers share.
     for name, tensor in zip(parse_plan(plan).layout.names, state, strict=False):
@@ -231,12 +231,14 @@ def decline_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     return None
 
 
-def decline_state(state: Sequence[Tensor], plan: str) -> str | None:
+def unsupported_state(state: Sequence[Tensor], plan: str) -> str | None:
     """Why the kernels cannot work on this state, or None."""
-    if reason := decline_codec(plan) or decline_gaps(state, plan):
+    if reason := unsupported_codec(plan) or unsupported_gaps(state, plan):
         return reason
     named = State.of(state, plan)
     exact, capacity = named.tokens, named.capacity
     if not symbolic(capacity) and capacity % CAPACITY_TILE:
         return f"its room for {capacity} tokens is no multiple of {CAPACITY_TILE}"
-    return layout_of(plan, int(exact.shape[3])).misfit() or decline_dtype(exact, "the cache")
+    return layout_of(plan, int(exact.shape[3])).unsupported_reason() or unsupported_dtype(
+        exact, "the cache"
+    )

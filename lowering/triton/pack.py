@@ -12,31 +12,31 @@ from lowering.triton.launch import launch
 from lowering.triton.layouts import (
     capacity_tiles,
     clip_factor,
-    decline_device,
-    decline_dtype,
-    decline_encoding,
-    decline_pairs,
     encoded_heads,
     layout_of,
     stored,
     unbounded,
+    unsupported_device,
+    unsupported_dtype,
+    unsupported_encoding,
+    unsupported_pairs,
 )
 
 
-def supports(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
+def unsupported_reason(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::pack``, or None."""
     plan = str(stored(parse_plan(plan)))
     return (
-        decline_device(new)
-        or decline_encoding(plan, int(new.shape[3]))
-        or decline_dtype(new, "the cache")
-        or decline_pairs(new)
-        or layout_of(plan, int(new.shape[3])).misfit()
+        unsupported_device(new)
+        or unsupported_encoding(plan, int(new.shape[3]))
+        or unsupported_dtype(new, "the cache")
+        or unsupported_pairs(new)
+        or layout_of(plan, int(new.shape[3])).unsupported_reason()
     )
 
 
 def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
-    """As `kvpass.ops.pack.pack`, for arguments that `supports` takes."""
+    """As `kvpass.ops.pack.pack`, for arguments that are supported."""
     p = parse_plan(plan)
     skipped = p.skipped(new.shape[2])
     # Not a slice: slicing a fake tensor asks for the GPU that it pretends to be on.
@@ -47,14 +47,14 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     packed = p.packed(length)
     state = empty_state(new, p, packed)
     kernels = load_kernels("pack", layout=layout)
-    # Where tokens are packed at all, fewer than a flush beyond the window stay exact behind sinks.
-    tail = 0 if layout.identity else p.sinks + p.residency.window + p.residency.flush - 1
+    # Where tokens are packed at all, less than a packed run beyond the window stays exact.
+    tail = 0 if layout.identity else p.sinks + p.retention.window + p.retention.pack_every - 1
     tail_programs = -(-tail // COPIED_TOKENS)
     if new.stride(3) != 1:
         new = new.contiguous()
     strides = (new.stride(0), new.stride(1), new.stride(2))
     arguments = (*state.tensors, new, capacity_tiles(state), *strides)
-    if layout.whole_tokens:
+    if layout.cross_head:
         # One program at least says how long sequences are.
         tokens, programs = COPIED_TOKENS, max(1, tail_programs)
     else:
@@ -65,7 +65,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
         KV_HEADS=heads, TOKENS=tokens, TAIL_PROGRAMS=tail_programs, COPIED=COPIED_TOKENS,
         CLIPPED=p.codec.clip != 1,
     )  # fmt: skip
-    if layout.whole_tokens:
+    if layout.cross_head:
         together = encoded_heads(layout, heads)
         if ranges is not None:
             state.qparams.copy_(ranges)

@@ -14,33 +14,33 @@ from lowering.triton.heuristics import decode_tokens
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
     capacity_tiles,
-    decline_conversion,
-    decline_device,
-    decline_pairs,
-    decline_state,
     exact_tokens,
     layout_of,
     rotary_stride,
+    unsupported_conversion,
+    unsupported_device,
+    unsupported_pairs,
+    unsupported_state,
 )
 
 
-def supports(
+def unsupported_reason(
     state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
 ) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::unpack``, or None."""
     exact, p = exact_tokens(state, plan), parse_plan(plan)
-    if p.rope is not None and p.keep is not None:
+    if p.rope is not None and p.window_size is not None:
         return "a rotary embedding is not supported where a window slides"
     return (
-        decline_conversion(exact, dtype)
-        or decline_device(exact)
-        or decline_pairs(exact)
-        or decline_state(state, plan)
+        unsupported_conversion(exact, dtype)
+        or unsupported_device(exact)
+        or unsupported_pairs(exact)
+        or unsupported_state(state, plan)
     )
 
 
 def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
-    """As `kvpass.ops.unpack.unpack`, for arguments that `supports` takes.
+    """As `kvpass.ops.unpack.unpack`, for arguments that are supported.
 
     Each sequence of the batch has its own segment ends; a sequence of fewer than ``tokens`` tokens
     ends in zeros.

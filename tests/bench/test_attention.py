@@ -40,7 +40,9 @@ def test_all_contenders_are_right(dtype, recipes):
     assert run.copy_gb_s > 0
     table = str(attention_section(run))
     assert "300 tokens, batch 2, 4 query and 2 KV heads of 64" in table
-    _, choice = contenders.provider("pack", CASE.cached(1), "int2.channel32/window=0,flush=128")
+    _, choice = contenders.provider(
+        "pack", CASE.cached(1), "int2.channel32/window=0,pack_every=128"
+    )
     assert f"kvpass {recipes[0]}: {choice.provider}, buffers: " in table
 
 

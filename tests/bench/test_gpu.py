@@ -210,7 +210,7 @@ def test_kernels_are_compiled_ahead_once_for_each_signature(monkeypatch):
     compiled = []
     monkeypatch.setattr(Launch, "compile", lambda launch: compiled.append(launch.kernel.__name__))
     x = torch.empty(1, 2, 300, 64, dtype=torch.float16, device="meta")
-    plan = "int4.token32/window=128,flush=1"
+    plan = "int4.token32/window=128,pack_every=1"
 
     def call():
         for tokens in (290, 291, 300):

@@ -17,11 +17,11 @@ from kvpass.errors import OptionError, PlanError
 from kvpass.format.parse import parse_plan
 from tests.models import prompt, tiny_model
 
-WINDOW = "/window=0,flush=1"
+WINDOW = "/window=0,pack_every=1"
 PLANS = tuple(
     Plan(LayerPlan(*[parse_plan(f"int{bits}.token32{WINDOW}")] * 2)) for bits in (2, 3, 4)
 )
-SUNK = parse_plan("int2.token32/sinks=3,window=0,flush=1")
+SUNK = parse_plan("int2.token32/sinks=3,window=0,pack_every=1")
 
 
 def scores_of(costs: list[list[float]], by: str = "sensitivity", plans=PLANS) -> Scores:
@@ -120,6 +120,6 @@ def test_arguments_of_score():
             kvpass.score(model, none, texts)
     with pytest.raises(OptionError, match="scores of type dict are not supported"):
         allocate({}, budget_bits=3)
-    tensor = parse_plan("int2.token24/window=0,flush=1")
+    tensor = parse_plan("int2.token24/window=0,pack_every=1")
     with pytest.raises(PlanError, match=r"cannot be stored as int2\.token24"):
         kvpass.score(model, [Plan(LayerPlan(tensor, tensor))], texts, progress=False)

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 
 import kvpass
-from kvpass import Plan, Recipe, Residency, calibrate, explain, recipe
+from kvpass import Plan, Recipe, RetentionPolicy, calibrate, explain, recipe
 from kvpass.calibration.data import token_batches
 from kvpass.errors import OptionError, PlanError
 from tests.harness import compiled, error_to_oracle, run_steps
@@ -50,19 +50,19 @@ def test_compiled_equals_the_oracle_and_every_order_is_folded(family: str) -> No
 def test_every_switch_changes_the_plan() -> None:
     model = tiny_model("llama", layers=1)
     layer = plan_for(model).layers["model.layers.0.self_attn"]
-    assert layer.keys.codec.pairs
-    assert not layer.values.codec.pairs
+    assert layer.keys.codec.half_split
+    assert not layer.values.codec.half_split
     assert isinstance(layer.keys.codec.clip, tuple)
     assert len(layer.values.codec.clip) == 4
-    assert layer.keys.residency == Residency(window=8, flush=1, sinks=3)
+    assert layer.keys.retention == RetentionPolicy(window=8, pack_every=1, sinks=3)
     plain = plan_for(model, reorder=False).layers["model.layers.0.self_attn"]
     assert plain.key_order is plain.value_order is None
     unclipped = plan_for(model, "skvq-k2v1.5", clip=False, reorder="clusters", fp8=False)
     found = unclipped.layers["model.layers.0.self_attn"]
     assert str(found.values).startswith("int1.5.token8.sizes")
     assert found.values.codec.clip == 1
-    assert found.keys.codec.params == "half"
-    assert found.keys.codec.pairs
+    assert found.keys.codec.qparams == "half"
+    assert found.keys.codec.half_split
     assert sum(found.keys.codec.sizes) == 32
 
 

@@ -1,4 +1,4 @@
-"""Channels with like ranges share a group, and what is turned together stays together."""
+"""Channels with like ranges share a group, and what is rotated together stays together."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_channels_of_like_ranges_share_a_group(rotations, balanced):
         head[:, 1] = 1 + 9.0 * wide + 0.1 * torch.rand(16, generator=generator)
         head[:, 0] = -head[:, 1]
     found = cluster(features, 8, rotations, 0, balanced)
-    assert found.pairs == (rotations == HALVES)
+    assert found.half_split == (rotations == HALVES)
     assert found.sizes == (None if balanced else (8,) * 6)
-    members = Groups("token", 8, found.pairs, found.sizes).members(3, 16)
+    members = Groups("token", 8, found.half_split, found.sizes).members(3, 16)
     stored = features[:, :, 1].gather(1, found.order.tensor())
     for head in range(3):
         # The narrow ones come first.
@@ -71,18 +71,18 @@ def test_channels_of_like_ranges_share_a_group(rotations, balanced):
     balanced=st.booleans(),
 )
 def test_orders_keep_what_is_turned_together(seed, group, rotated, kind, balanced):
-    turned = (Rotation(0, rotated, kind),) if rotated else ()
+    rotated = (Rotation(0, rotated, kind),) if rotated else ()
     if not balanced and 0 < rotated < 16:
         with pytest.raises(OptionError, match="Groups of unequal size are not supported where"):
-            cluster(randn(2, 16, 2, seed=seed), group, turned, 0, balanced)
+            cluster(randn(2, 16, 2, seed=seed), group, rotated, 0, balanced)
         return
-    found = cluster(randn(2, 16, 2, seed=seed), group, turned, 0, balanced)
+    found = cluster(randn(2, 16, 2, seed=seed), group, rotated, 0, balanced)
     order = found.order.tensor()
     inside = order[:, :rotated]
     assert (inside < rotated).all()
     assert rotated == 0 or (keeps_halves if kind == "halves" else keeps_neighbours)(inside)
-    groups = Groups("token", group, found.pairs, found.sizes)
-    assert groups.misfit(16, 2) is None
+    groups = Groups("token", group, found.half_split, found.sizes)
+    assert groups.unsupported_reason(16, 2) is None
 
 
 def test_one_group_has_no_order():

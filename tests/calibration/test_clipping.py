@@ -9,16 +9,16 @@ import torch
 
 from kvpass import ChannelOrder, LayerPlan
 from kvpass.calibration.clipping import ALPHAS, ClipSearch
-from kvpass.calibration.samples import Seen
+from kvpass.calibration.samples import AttentionSample
 from kvpass.format.parse import parse_plan
 from kvpass.format.quantize import fake_quantize
 from tests.strategies import randn
 
 TOKENS, DIM, WINDOW, SINKS = 40, 16, 8, 3
-PLAN = parse_plan(f"int2.token8.fp8/sinks={SINKS},window={WINDOW},flush=1")
+PLAN = parse_plan(f"int2.token8.fp8/sinks={SINKS},window={WINDOW},pack_every=1")
 
 
-def look(seed: int = 0, **variant) -> Seen:
+def look(seed: int = 0, **variant) -> AttentionSample:
     q, keys, values = (
         randn(2, heads, TOKENS, DIM, seed=seed + i) for i, heads in enumerate((4, 2, 2))
     )
@@ -26,10 +26,14 @@ def look(seed: int = 0, **variant) -> Seen:
     keys[..., ::8] *= 4
     values[..., 3::8] *= 4
     plain = {"mask": None, "scale": 0.3, "sinks": None, "causal": True, "softcap": 0.0}
-    return Seen("layer", q, keys, values, rotations=(), before_rope=keys, **(plain | variant))
+    return AttentionSample(
+        "layer", q, keys, values, rotations=(), before_rope=keys, **(plain | variant)
+    )
 
 
-def attention(seen: Seen, position: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def attention(
+    seen: AttentionSample, position: int, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
     """The output of one query, ``[B, Hq, D]``; keys and values ``[B, H, T, D]``."""
     k, v = (x[:, :, : position + 1].repeat_interleave(2, dim=1) for x in (keys, values))
     scores = (k @ seen.q[:, :, position, :, None])[..., 0] * seen.scale
@@ -41,7 +45,9 @@ def attention(seen: Seen, position: int, keys: torch.Tensor, values: torch.Tenso
     return (weights.unsqueeze(2) @ v)[:, :, 0]
 
 
-def expected(seen: Seen, plan: LayerPlan, positions: list[int], kind: str) -> torch.Tensor:
+def expected(
+    seen: AttentionSample, plan: LayerPlan, positions: list[int], kind: str
+) -> torch.Tensor:
     """Squared errors ``[factors, H, groups]``."""
     tensor, order = getattr(plan, kind), getattr(plan, f"{kind[:-1]}_order")
     exact = getattr(seen, kind)
@@ -71,7 +77,7 @@ def expected(seen: Seen, plan: LayerPlan, positions: list[int], kind: str) -> to
 )
 def test_errors_are_those_of_the_attentions_output(variant):
     order = ChannelOrder.of(randn(2, DIM, seed=7).argsort(dim=1))
-    paired = replace(PLAN, codec=replace(PLAN.codec, pairs=True))
+    paired = replace(PLAN, codec=replace(PLAN.codec, half_split=True))
     plan, seen = LayerPlan(paired, PLAN, order, order), look(**variant)
     search = ClipSearch(plan, seed=0)
     search.add(seen)
@@ -87,21 +93,21 @@ def test_errors_are_those_of_the_attentions_output(variant):
 
 
 def test_several_heads_in_a_group_have_one_factor():
-    plan = parse_plan("int2.token32/window=0,flush=1")
+    plan = parse_plan("int2.token32/window=0,pack_every=1")
     search = ClipSearch(LayerPlan(plan, plan), seed=0)
     search.add(look())
     assert [len(search.clip(kind)) for kind in ("keys", "values")] == [1, 1]
 
 
 def test_texts_within_the_exact_tokens_say_nothing():
-    plan = parse_plan("int2.token8/window=39,flush=1")
+    plan = parse_plan("int2.token8/window=39,pack_every=1")
     search = ClipSearch(LayerPlan(plan, plan), seed=0)
     search.add(look())
     assert search.clip("keys") == search.clip("values") == 1.0
 
 
 def test_keys_per_channel_are_not_clipped():
-    plan = LayerPlan(parse_plan("int2.channel8/window=0,flush=8"), PLAN)
+    plan = LayerPlan(parse_plan("int2.channel8/window=0,pack_every=8"), PLAN)
     search = ClipSearch(plan, seed=0)
     search.add(look())
     assert search.clip("keys") == 1.0

@@ -12,9 +12,9 @@ from sklearn.cluster import KMeans
 from torch.nn.functional import cross_entropy
 
 from kvpass import PackedKV, Plan, calibrate, oracle_cache, recipe, sensitivities
-from kvpass.calibration.codebook import Levels
-from kvpass.calibration.observe import Watched
-from kvpass.calibration.samples import SeenGradient
+from kvpass.calibration.codebook import CodebookSamples
+from kvpass.calibration.observe import ModelRunner
+from kvpass.calibration.samples import GradientSample
 from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import OptionError, PlanError
 from kvpass.format.quantize import fake_quantize
@@ -48,7 +48,7 @@ def test_levels_are_weighted_k_means(bits: int) -> None:
     x = np.tanh(generator.normal(size=4000) * 0.7)
     weights = generator.exponential(size=4000)
     apart = generator.random(4000) < 0.02
-    levels = Levels()
+    levels = CodebookSamples()
     for part in np.array_split(np.arange(4000), 3):
         arguments = (torch.from_numpy(a[part]) for a in (x, weights, ~apart))
         levels.add(*arguments)
@@ -71,7 +71,7 @@ def test_levels_are_weighted_k_means(bits: int) -> None:
 
 
 def test_levels_of_few_values_are_even() -> None:
-    levels = Levels()
+    levels = CodebookSamples()
     levels.add(torch.zeros(5), torch.ones(5), torch.ones(5, dtype=torch.bool))
     assert levels.table(2, 0) == pytest.approx((-1, -1 / 3, 1 / 3, 1))
     assert levels.qnorm(levels.table(2, 0)) == (1, 0), "all of them have one level"
@@ -81,9 +81,9 @@ def test_levels_of_few_values_are_even() -> None:
 def test_gradients_are_those_of_autograd(family: str) -> None:
     """Of keys in front of their rotary embedding, and of values, in every layer."""
     model = tiny_model(family)
-    seen: dict[tuple[str, str], SeenGradient] = {}
+    seen: dict[tuple[str, str], GradientSample] = {}
     torch._dynamo.reset()
-    watched = Watched(model, IDS[:1], progress=False)
+    watched = ModelRunner(model, IDS[:1], progress=False)
     watched.gradients(lambda s: seen.update({(s.layer, s.kind): s}), "test")
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert len(seen) == 6
@@ -230,7 +230,7 @@ def test_sensitivity_is_the_error_weighted_by_gradients() -> None:
     wanted = dict.fromkeys(found, 0.0)
     torch._dynamo.reset()
 
-    def add(seen: SeenGradient) -> None:
+    def add(seen: GradientSample) -> None:
         layer = plan.layer(seen.layer)
         if seen.kind == "values":
             error = seen.x - fake_quantize(layer.values.codec, seen.x)
@@ -238,7 +238,7 @@ def test_sensitivity_is_the_error_weighted_by_gradients() -> None:
             error[:, :, :1] = 0
             wanted[seen.layer] += float((error * seen.gradient).square().sum()) / 240
 
-    Watched(model, IDS, progress=False).gradients(add, "test")
+    ModelRunner(model, IDS, progress=False).gradients(add, "test")
     assert [s.values for s in found.values()] == pytest.approx(list(wanted.values()), rel=1e-4)
     fine = sensitivities(model, plan_for(model, "kvquant-nuq4"), IDS, progress=False)
     for name, score in found.items():

@@ -9,8 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from kvpass.calibration.observe import Watched
-from kvpass.calibration.samples import Replacement, Rotation, Seen, SeenGradient, windowed
+from kvpass.calibration.observe import ModelRunner
+from kvpass.calibration.samples import (
+    AttentionSample,
+    GradientSample,
+    Replacement,
+    Rotation,
+    windowed,
+)
 from kvpass.errors import UnmatchedGraphError
 from tests.models import prompt, tiny_model
 
@@ -43,10 +49,10 @@ def test_weights_and_values_make_the_attentions_output(family: str, attention: s
     attentions = [m for n, m in model.named_modules() if n.endswith(("attn", "attention"))]
     module = getattr(attentions[0], projection)
     module.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
-    seen: list[Seen] = []
+    seen: list[AttentionSample] = []
     # Longer than a sliding window.
     ids = [prompt(2, 60, seed=1), prompt(1, 60, seed=2)]
-    Watched(model, ids, progress=False)(seen.append, "test")
+    ModelRunner(model, ids, progress=False)(seen.append, "test")
     assert len(seen) == len(outputs) == 2
     for look, output in zip(seen, outputs, strict=True):
         assert model.get_submodule(look.layer) is attentions[0]
@@ -70,7 +76,9 @@ def test_layers_that_share_keys_and_values_are_one_layer() -> None:
     torch.manual_seed(0)
     model: Any = AutoModel.from_config(config).eval()
     torch._dynamo.reset()
-    Watched(model, [prompt(1, 20) % 64], progress=False)(lambda seen: names.append(seen.layer), "")
+    ModelRunner(model, [prompt(1, 20) % 64], progress=False)(
+        lambda seen: names.append(seen.layer), ""
+    )
     assert len(names) == 4
     assert set(names) == {f"layers.{i}.self_attn" for i in (0, 1)}
 
@@ -85,15 +93,15 @@ def test_a_model_without_attention_is_refused() -> None:
             return self.linear(input_ids.float())
 
     with pytest.raises(UnmatchedGraphError, match=r"No attention .* is found in Plain"):
-        Watched(Plain(), [torch.ones(1, 4).long()], progress=False)(lambda seen: None, "")
+        ModelRunner(Plain(), [torch.ones(1, 4).long()], progress=False)(lambda seen: None, "")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_exact_tokens_are_read_as_they_are(family: str) -> None:
     """Query by query: the last keys and values its own, all before them others."""
     model = tiny_model(family, attention="eager", layers=1)
-    seen: list[Seen] = []
-    Watched(model, [prompt(2, 40, seed=1)], progress=False)(seen.append, "test")
+    seen: list[AttentionSample] = []
+    ModelRunner(model, [prompt(2, 40, seed=1)], progress=False)(seen.append, "test")
     (look,) = seen
     keys, values = (torch.randn_like(x) for x in (look.keys, look.values))
     found = windowed(look, keys, values, (3, 7))
@@ -115,8 +123,8 @@ def test_exact_tokens_are_read_as_they_are(family: str) -> None:
 def test_gradients_are_those_of_what_later_tokens_read(family: str) -> None:
     """Against differences of the loss."""
     model = tiny_model(family, attention="eager", layers=2).double()
-    run = Watched(model, [prompt(1, 24, seed=1)], progress=False)
-    gradients: list[SeenGradient] = []
+    run = ModelRunner(model, [prompt(1, 24, seed=1)], progress=False)
+    gradients: list[GradientSample] = []
     run.gradients(gradients.append, "test", (4, 4))
     plain = run.loss(None, "test")
     for seen in gradients:

@@ -17,7 +17,7 @@ CHUNK = 8
 
 
 def any_bits(
-    batch: int, tokens: int, seed: int, levels: Sequence[float] = (2, 4, 16), chunk: int = CHUNK
+    batch: int, tokens: int, seed: int, allowed: Sequence[float] = (2, 4, 16), chunk: int = CHUNK
 ) -> ChunkBits:
     """Random bits for as many chunks, from a random token on, as fit each sequence, or fewer."""
     generator = torch.Generator().manual_seed(seed)
@@ -26,8 +26,8 @@ def any_bits(
     for start in starts:
         most = (tokens - start) // chunk
         count = int(torch.randint(0, most + 1, (1,), generator=generator))
-        picks = torch.randint(0, len(levels), (count,), generator=generator).tolist()
-        bits.append(tuple(levels[i] for i in picks))
+        picks = torch.randint(0, len(allowed), (count,), generator=generator).tolist()
+        bits.append(tuple(allowed[i] for i in picks))
     return ChunkBits(tuple(bits), tuple(starts), chunk)
 
 

@@ -25,7 +25,7 @@ COCKTAIL = recipe("cocktail", chunk=CHUNK)
 EXACT = plan_of("fp|fp|fp/chunk=8", "fp|fp|fp/chunk=8")
 TABLE = "-0.9,-0.5,-0.3,-0.1,0.05,0.2,0.55,0.95"
 OTHERS = plan_of(
-    f"nuq3.channel4.table{TABLE}|int8.token16|fp/chunk=8",
+    f"nuq3.channel4.codebook{TABLE}|int8.token16|fp/chunk=8",
     "int3.token8.fp8.clip0.92|int8.token16|fp/chunk=8",
 )
 STEPS = [70] + [1] * 4
@@ -348,6 +348,6 @@ def test_plans(tmp_path: Any) -> None:
     assert Plan.load(path) == OTHERS
     with pytest.raises(PlanError, match="needs a plan of one codec"):
         torch.ops.kvpass.pack(torch.zeros(1, 1, 8, 64), str(plan))
-    for wrong in ({"levels": (4, 2, 16)}, {"levels": (2, 4)}, {"alpha": 2}, {"chunk": 0}):
+    for wrong in ({"bits": (4, 2, 16)}, {"bits": (2, 4)}, {"alpha": 2}, {"chunk": 0}):
         with pytest.raises(OptionError):
             recipe("cocktail", **wrong)

@@ -62,7 +62,7 @@ def test_thresholds_are_those_of_the_paper():
     assert got.bits == ((2, 16, 2, 4, 4, 2),)
     assert got.scores == ((0, 10, 4, 6, 9, 5),)
     assert (got.starts, got.ends, got.chunk) == ((0,), (12,), 2)
-    assert found([3, 4], alpha=0.0, beta=0.0, levels=(1, 3, 8)).bits == ((3, 3),)
+    assert found([3, 4], alpha=0.0, beta=0.0, bits=(1, 3, 8)).bits == ((3, 3),)
     assert found([3, 4], alpha=1.0, beta=0.0).bits == ((2, 4),)
     assert found([3, 4], alpha=0.0, beta=1.0).bits == ((4, 16),)
 
@@ -98,14 +98,14 @@ def test_each_sequence_of_a_batch_has_bits_of_its_own():
 
 
 def test_a_recipe_searches_by_its_own_fields():
-    fields = {"chunk": 2, "alpha": 0.3, "beta": 0.3, "levels": (3, 8, 16)}
+    fields = {"chunk": 2, "alpha": 0.3, "beta": 0.3, "bits": (3, 8, 16)}
     options = {"encoder": Scores(), "tokenizer": TOKENIZER}
     words = text(0, 0, 5, 0, 9, 0, 10, 0)
     got = kvpass.recipe("cocktail", **fields).chunk_bits(words, "w1", **options)
     assert got == chunk_bits(words, "w1", **fields, **options)
     assert got.bits == ((3, 8, 16, 16),)
     with pytest.raises(OptionError, match="three of"):
-        kvpass.recipe("cocktail", levels=(2, 16)).chunk_bits(words, "w1", **options)
+        kvpass.recipe("cocktail", bits=(2, 16)).chunk_bits(words, "w1", **options)
 
 
 def test_a_context_is_found_in_the_input():
@@ -126,12 +126,12 @@ def test_a_context_is_found_in_the_input():
 
 
 def test_a_text_without_input_is_encoded_as_a_prompt_begins():
-    class Seen(Scores):
+    class AttentionSample(Scores):
         def rank(self, chunks, query):
             self.chunks = chunks
             return [0.0] * len(chunks)
 
-    seen = Seen()
+    seen = AttentionSample()
     chunk_bits(text(1, 2, 3, 4), "w1", encoder=seen, tokenizer=tokenizer(bos=True), chunk=2)
     # The special token is one of the two, and is not shown.
     assert seen.chunks == ["w1", "w2 w3"]
@@ -218,9 +218,9 @@ def returning(values):
         ({"alpha": 1.2}, "alpha=1.2 is not supported; allowed: 0 to 1"),
         ({"beta": -0.1}, "beta=-0.1 is not supported; allowed: 0 to 1"),
         ({"alpha": 0.8, "beta": 0.4}, "alpha=0.8 and beta=0.4 .*at most 1 together"),
-        ({"levels": (2, 5, 16)}, r"levels=\(2, 5, 16\) .*three of 1, 1.5, 2, 3, 4, 8, 16"),
-        ({"levels": (16, 4, 2)}, "the fewest bits first"),
-        ({"levels": (2, 16)}, "allowed: three of"),
+        ({"bits": (2, 5, 16)}, r"bits=\(2, 5, 16\) .*three of 1, 1.5, 2, 3, 4, 8, 16"),
+        ({"bits": (16, 4, 2)}, "the fewest bits first"),
+        ({"bits": (2, 16)}, "allowed: three of"),
         ({"chunk": 0}, "chunk=0 is not supported; .*at least 1"),
         ({"chunk": 6}, "context has 5 tokens, less than a chunk of 6"),
         ({"starts": [0, 1]}, "starts has 2 positions for 1 contexts"),

@@ -40,7 +40,7 @@ def by_group(x: np.ndarray, codec: Codec) -> tuple[np.ndarray, int]:
 
 def stored(x: np.ndarray, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
     """The bits that stand for ``x`` in params, and their values in float32."""
-    if codec.params == "half":
+    if codec.qparams == "half":
         half = np.finfo(np.float16)
         rounded = np.clip(x, half.min, half.max).astype(np.float16)
         return rounded.view(np.uint16).astype(np.uint32), rounded.astype(np.float32)
@@ -89,11 +89,11 @@ def numpy_encode(x: np.ndarray, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
         codes = np.rint((grouped - minimum) / scale)
     codes = np.where(scale > 0, np.clip(codes, 0, levels), 0).astype(np.uint16).reshape(x.shape)
     words = numpy_words(codes, codec.words)
-    params = minimum_bits << (16 if codec.params == "half" else 8) | scale_bits
+    params = minimum_bits << (16 if codec.qparams == "half" else 8) | scale_bits
     params = params.squeeze(axis)
     if codec.axis == "token":
         params = params.swapaxes(2, 3)
-    if codec.params == "half":
+    if codec.qparams == "half":
         return words.view(np.int16), params.view(np.int32)
     return words.view(np.int16), params.astype(np.uint16).view(np.int16)
 
@@ -107,7 +107,7 @@ def numpy_decode(words: np.ndarray, params: np.ndarray, codec: Codec, d: int) ->
     g = codec.group
     b, h, t, _ = words.shape
     out = np.empty((b, h, t, d))
-    if codec.params == "half":
+    if codec.qparams == "half":
         pair = params.view(np.uint32)
         scale = (pair & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64)
         minimum = (pair >> 16).astype(np.uint16).view(np.float16).astype(np.float64)
@@ -179,7 +179,7 @@ def test_layout_is_the_documented_one(x, data):
 @given(tensors(tokens=st.integers(1, 3)), st.data())
 def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
     # (Where 11 codes share 32 bits, some saturate: tests/format/test_words.py.)
-    codec = replace(data.draw(codecs(x.shape[3])), clip=1.0, elevens=False)
+    codec = replace(data.draw(codecs(x.shape[3])), clip=1.0, pack11=False)
     fp8 = codec.params == "fp8"
     # Numbers and ranges beyond 448 saturate.
     x = whole_groups(x.clamp(-200, 200) if fp8 else x, codec)
@@ -201,7 +201,7 @@ def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
 # where clipping puts the ends of a group, x comes back as the nearer end.
 @given(tensors(tokens=st.integers(1, 3)), st.data())
 def test_clipped_elements_come_back_as_the_end_of_the_range(x, data):
-    codec = replace(data.draw(codecs(x.shape[3])), elevens=False)
+    codec = replace(data.draw(codecs(x.shape[3])), pack11=False)
     x = whole_groups(x, codec)
     words, params = encode(codec, x)
     if codec.axis == "token":
@@ -234,7 +234,7 @@ def test_clipping_of_skvq():
     )
     codec = Codec(2, "token", 8, clip=0.5)
     decoded = decode(codec, *encode(codec, x), torch.float32)[0, 0, 0, :8]
-    # Levels from -0.5 to 1 in steps of 0.5.
+    # ChunkFormat from -0.5 to 1 in steps of 0.5.
     assert decoded.tolist() == [-0.5, -0.5, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
 
 
@@ -266,7 +266,7 @@ def test_rounding_saturates():
 
 
 @given(
-    CODECS.map(lambda c: replace(c, clip=1.0, params="half", elevens=False)),
+    CODECS.map(lambda c: replace(c, clip=1.0, qparams="half", pack11=False)),
     st.integers(-45, -8),
     SEEDS,
 )
@@ -304,13 +304,13 @@ def test_name_parses_back(codec):
         ("int2.channel32", Codec(2, "channel", 32)),
         ("int1.token128", Codec(1, "token", 128)),
         ("int1.5.token128", Codec(1.5, "token", 128)),
-        ("int1.5.token128.slots", Codec(1.5, "token", 128, slots=True)),
+        ("int1.5.token128.ternary_in_2bit", Codec(1.5, "token", 128, ternary_in_2bit=True)),
         ("int3.channel64", Codec(3, "channel", 64)),
-        ("int3x11.token32", Codec(3, "token", 32, elevens=True)),
+        ("int3.token32.pack11", Codec(3, "token", 32, pack11=True)),
         ("int2.token128.fp8.clip0.92", Codec(2, "token", 128, 0.92, "fp8")),
         (
-            "int1.5.channel32.slots.fp8.clip0.5",
-            Codec(1.5, "channel", 32, clip=0.5, params="fp8", slots=True),
+            "int1.5.channel32.ternary_in_2bit.fp8.clip0.5",
+            Codec(1.5, "channel", 32, clip=0.5, qparams="fp8", ternary_in_2bit=True),
         ),
     ],
 )
@@ -331,7 +331,7 @@ def test_identity():
     assert FP.identity
     assert FP.token_group == 1
     assert FP.bits_per_element() == 16.0
-    assert FP.misfit(7) is None
+    assert FP.unsupported_reason(7) is None
 
 
 @pytest.mark.parametrize(
@@ -380,18 +380,18 @@ CLIPS = (
         ("clip", "0.9", CLIPS),
         ("params", "fp4", ": 'half', 'fp8'"),
         ("params", None, ": 'half', 'fp8'"),
-        ("slots", True, ": False, and True at bits=1.5"),
-        ("slots", 1, ": False, and True at bits=1.5"),
+        ("ternary_in_2bit", True, ": False, and True at bits=1.5"),
+        ("ternary_in_2bit", 1, ": False, and True at bits=1.5"),
     ],
 )
 def test_other_fields_that_are_not_allowed(field, value, allowed):
     with pytest.raises(OptionError) as caught:
         Codec(2, "token", 32, **{field: value})
-    at = " at bits=2" if field == "slots" else ""
+    at = " at bits=2" if field == "ternary_in_2bit" else ""
     assert str(caught.value) == f"{field}={value!r} is not supported{at}; allowed{allowed}."
 
 
-@pytest.mark.parametrize("fields", [{"clip": 0.9}, {"params": "fp8"}, {"slots": True}])
+@pytest.mark.parametrize("fields", [{"clip": 0.9}, {"qparams": "fp8"}, {"ternary_in_2bit": True}])
 def test_the_identity_has_no_scales(fields):
     with pytest.raises(OptionError):
         Codec(**fields)
@@ -435,7 +435,7 @@ def test_axis_is_channel_or_token():
         (Codec(1.5, "channel", 32), 12, None),
         (Codec(1.5, "token", 8), 12, "group 8 does not divide head_dim 12"),
         (
-            Codec(1.5, "token", 4, slots=True),
+            Codec(1.5, "token", 4, ternary_in_2bit=True),
             12,
             "head_dim 12 at 2 bits does not fill whole 16-bit words",
         ),
@@ -462,7 +462,7 @@ def test_bits_per_element_is_what_encode_returns(x, data):
         ("int2.token128.fp8", 2.125),
         ("int3.token128", 3.25),
         ("int1.token128", 1.25),
-        ("int1.5.token128.slots.fp8", 2.125),
+        ("int1.5.token128.ternary_in_2bit.fp8", 2.125),
         ("int1.5.token80.fp8", 1.8),
         # Thirteen words for 128 channels.
         ("int1.5.token128.fp8", 1.75),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpass import PackedKV, Residency, register_filter
+from kvpass import PackedKV, RetentionPolicy, register_filter
 from kvpass.errors import OptionError, PlanError
 from kvpass.format.filters import FILTERS
 from kvpass.format.parse import parse_plan
@@ -45,7 +45,7 @@ def run(plan, parts):
     name=st.sampled_from(["heavy_hitters", "outliers"]),
 )  # fmt: skip
 def test_the_best_tokens_stay_exact_and_the_others_are_rounded(lengths, seed, sinks, kept, name):
-    text = f"{CODEC}/sinks={sinks},window=5,flush=2,kept={kept},filter={name}"
+    text = f"{CODEC}/sinks={sinks},window=5,pack_every=2,retained={kept},filter={name}"
     text = text.replace("sinks=0,", "")
     x = randn(2, 2, sum(lengths), 8, seed=seed)
     got = run(text, list(x.split(lengths, dim=2)))
@@ -63,7 +63,7 @@ def test_the_best_tokens_stay_exact_and_the_others_are_rounded(lengths, seed, si
 
 
 def test_a_filter_of_ones_own(largest_first):
-    plan = f"{CODEC}/window=0,flush=1,kept=2,filter={largest_first}"
+    plan = f"{CODEC}/window=0,pack_every=1,retained=2,filter={largest_first}"
     x = randn(1, 1, 30, 8)
     x[0, 0, 11, 0], x[0, 0, 29, 0], x[0, 0, 3, 0] = 50, 60, 70
     got = run(plan, [x])
@@ -72,7 +72,7 @@ def test_a_filter_of_ones_own(largest_first):
 
 
 def test_crops_rows_clones_and_zeros_keep_what_they_should():
-    plan = f"{CODEC}/window=4,flush=1,kept=6,filter=outliers"
+    plan = f"{CODEC}/window=4,pack_every=1,retained=6,filter=outliers"
     x = randn(3, 2, 40, 8)
     got = run(plan, [x])
     whole = got.decode()
@@ -89,29 +89,29 @@ def test_crops_rows_clones_and_zeros_keep_what_they_should():
 
 def test_what_is_refused():
     with pytest.raises(OptionError, match=r"Unknown filter 'heavy_hiters'. Did you mean 'heavy_"):
-        Residency(filter="heavy_hiters", kept=3)
-    with pytest.raises(OptionError, match="filter='outliers' is not supported with kept=0"):
-        Residency(filter="outliers")
-    with pytest.raises(OptionError, match="filter=None is not supported with kept=3"):
-        Residency(kept=3)
+        RetentionPolicy(filter="heavy_hiters", retained=3)
+    with pytest.raises(OptionError, match="filter='outliers' is not supported with retained=0"):
+        RetentionPolicy(filter="outliers")
+    with pytest.raises(OptionError, match="filter=None is not supported with retained=3"):
+        RetentionPolicy(retained=3)
     with pytest.raises(OptionError, match="A filter named 'outliers' is registered already"):
         register_filter("outliers")
     with pytest.raises(OptionError, match="Filter name 'a b' is not supported"):
         register_filter("a b")
-    with pytest.raises(PlanError, match="kept=3 cannot stay where only 9 tokens do"):
-        parse_plan(f"{CODEC}/window=4,flush=1,kept=3,filter=outliers/keep=9")
+    with pytest.raises(PlanError, match="retained=3 cannot stay where only 9 tokens do"):
+        parse_plan(f"{CODEC}/window=4,pack_every=1,retained=3,filter=outliers/window_size=9")
 
 
 def test_scores_of_another_shape_are_one_sentence():
     register_filter("whole")(lambda tokens: tokens.sum())
     try:
         with pytest.raises(OptionError, match=r"Filter 'whole' returned scores \[\] for tokens"):
-            run(f"{CODEC}/window=0,flush=1,kept=2,filter=whole", [randn(1, 1, 4, 8)])
+            run(f"{CODEC}/window=0,pack_every=1,retained=2,filter=whole", [randn(1, 1, 4, 8)])
     finally:
         del FILTERS["whole"]
 
 
 def test_windows_and_static_caches_have_no_filter():
-    plan = parse_plan(f"{CODEC}/sinks=2,window=4,flush=1,kept=3,filter=outliers")
-    assert str(plan.sliding(50)) == f"{CODEC}/window=4,flush=1/keep=50"
-    assert str(plan.static(50)) == f"{CODEC}/window=4,flush=1/keep=49/room=50"
+    plan = parse_plan(f"{CODEC}/sinks=2,window=4,pack_every=1,retained=3,filter=outliers")
+    assert str(plan.sliding(50)) == f"{CODEC}/window=4,pack_every=1/window_size=50"
+    assert str(plan.static(50)) == f"{CODEC}/window=4,pack_every=1/window_size=49/room=50"

@@ -89,13 +89,15 @@ def test_names_parse_back(kind):
 
 def test_names():
     codec = Codec(2, "token", 16, (0.9, 1.0), "fp8", False, True, (12, 20))
-    assert str(codec) == "int2.token16.pairs.sizes12,20.fp8.clip0.9,1.0"
+    assert str(codec) == "int2.token16.half_split.sizes12,20.fp8.clip0.9,1.0"
     assert str(Codec(2, "token", 32, (0.5,))) == "int2.token32.clip0.5,"
 
 
 def test_pairs_are_two_runs_half_a_head_apart():
-    assert Groups("token", 8, pairs=True).members(1, 16).tolist() == [[0, 0, 0, 0, 1, 1, 1, 1] * 2]
-    unequal = Groups("token", 8, pairs=True, sizes=(4, 12))
+    assert Groups("token", 8, half_split=True).members(1, 16).tolist() == [
+        [0, 0, 0, 0, 1, 1, 1, 1] * 2
+    ]
+    unequal = Groups("token", 8, half_split=True, sizes=(4, 12))
     assert unequal.members(1, 16).tolist() == [[0, 0, 1, 1, 1, 1, 1, 1] * 2]
 
 
@@ -104,12 +106,12 @@ def test_pairs_are_two_runs_half_a_head_apart():
     [
         ({"sizes": (8, 8, 8, 8)}, "4 sizes of groups do not fill 2 heads of 32 channels"),
         ({"sizes": (8, 24, 30, 3)}, "sizes of groups do not fill 2 heads"),
-        ({"pairs": True, "sizes": (8, 24, 31, 1)}, "a group of pairs has an odd number"),
+        ({"half_split": True, "sizes": (8, 24, 31, 1)}, "a group of pairs has an odd number"),
         ({"clip": (0.9, 0.8, 0.7)}, "3 factors of clipping do not fit the 4 groups of 2 heads"),
         ({"group": 24}, "group 24 does not divide head_dim 32"),
         ({"group": 48}, "group 48 does not divide head_dim 32"),
         ({"group": 128}, "group 128 spans 4 heads of 32, which 2 do not fill"),
-        ({"group": 64, "pairs": True}, "is no two runs half a head of 32 apart"),
+        ({"group": 64, "half_split": True}, "is no two runs half a head of 32 apart"),
     ],
 )
 def test_what_does_not_fit_a_model_is_refused(fields, reason):
@@ -125,8 +127,8 @@ def test_what_does_not_fit_a_model_is_refused(fields, reason):
         ({"clip": ()}, "clip"),
         ({"clip": (0.5, 0.0)}, "clip"),
         ({"clip": (0.5,), "axis": "channel"}, "clip"),
-        ({"pairs": 1}, "pairs"),
-        ({"pairs": True, "axis": "channel"}, "pairs"),
+        ({"half_split": 1}, "half_split"),
+        ({"half_split": True, "axis": "channel"}, "half_split"),
         ({"sizes": ()}, "sizes"),
         ({"sizes": (4, 0)}, "sizes"),
         ({"sizes": (4, 4), "axis": "channel"}, "sizes"),
@@ -138,7 +140,9 @@ def test_fields_that_are_not_allowed(fields, value):
 
 
 def test_long_lists_are_shortened_for_people():
-    plan = parse_plan("int2.token8.sizes2,14,9,7.clip0.9,0.85,1.0,0.9/sinks=5,window=1,flush=1")
-    assert plan.brief() == "int2.token8.sizes2..14.clip0.85..1.0/sinks=5,window=1,flush=1"
-    plain = parse_plan("int2.token8.clip0.9/window=1,flush=1")
-    assert plain.brief() == str(plain)
+    plan = parse_plan(
+        "int2.token8.sizes2,14,9,7.clip0.9,0.85,1.0,0.9/sinks=5,window=1,pack_every=1"
+    )
+    assert plan.summary() == "int2.token8.sizes2..14.clip0.85..1.0/sinks=5,window=1,pack_every=1"
+    plain = parse_plan("int2.token8.clip0.9/window=1,pack_every=1")
+    assert plain.summary() == str(plain)

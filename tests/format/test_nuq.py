@@ -33,15 +33,15 @@ H, D = 2, 16
 KEYS = {
     "int": Codec(3, "channel", 0),
     "int-1%": Codec(3, "channel", 0, outliers=3),
-    "nuq2": Codec(2, "channel", 0, table=TABLES[2]),
-    "nuq3-1%": Codec(3, "channel", 0, outliers=2, table=TABLES[3]),
-    "qnorm": Codec(2, "channel", 0, outliers=2, table=TABLES[2], qnorm=(1.25, -0.0625)),
+    "nuq2": Codec(2, "channel", 0, codebook=TABLES[2]),
+    "nuq3-1%": Codec(3, "channel", 0, outliers=2, codebook=TABLES[3]),
+    "qnorm": Codec(2, "channel", 0, outliers=2, codebook=TABLES[2], qnorm=(1.25, -0.0625)),
 }
 VALUES = {
     "int-1%": Codec(3, "token", H * D, outliers=2),
-    "nuq4": Codec(4, "token", H * D, table=TABLES[4]),
-    "nuq3-1%": Codec(3, "token", H * D, outliers=4, table=TABLES[3]),
-    "qnorm": Codec(2, "token", H * D, outliers=2, table=TABLES[2], qnorm=(1.25, -0.0625)),
+    "nuq4": Codec(4, "token", H * D, codebook=TABLES[4]),
+    "nuq3-1%": Codec(3, "token", H * D, outliers=4, codebook=TABLES[3]),
+    "qnorm": Codec(2, "token", H * D, outliers=2, codebook=TABLES[2], qnorm=(1.25, -0.0625)),
 }
 
 
@@ -51,7 +51,7 @@ def half(x: Any) -> Any:
 
 def decoded(normal: Any, codec: Codec) -> Any:
     """``normal``, numbers between -1 and 1, as the signpost nearest to each: section 3.3."""
-    table = np.float32(codec.table)
+    table = np.float32(codec.codebook)
     nearest = np.abs(normal[..., None] - table).argmin(-1)
     factor, offset = codec.qnorm or (1, 0)
     return (table * np.float32(factor) + np.float32(offset))[nearest]
@@ -59,9 +59,9 @@ def decoded(normal: Any, codec: Codec) -> Any:
 
 def quantized(x: Any, low: Any, high: Any, codec: Codec) -> Any:
     """``x`` between two ends, section 3.3 and 3.5, uniform as in KIVI."""
-    if codec.table is None:
-        scale, least = half((high - low) / codec.levels), half(low)
-        return np.clip(np.round((x - least) / scale), 0, codec.levels) * scale + least
+    if codec.codebook is None:
+        scale, least = half((high - low) / codec.max_code), half(low)
+        return np.clip(np.round((x - least) / scale), 0, codec.max_code) * scale + least
     scale, centre = half((high - low) / 2), half((high + low) / 2)
     return decoded((x - centre) / scale, codec) * scale + centre
 
@@ -71,9 +71,9 @@ def keys_by_the_paper(x: Any, low: Any, high: Any, codec: Codec) -> Any:
     low, high = (v[None, :, None] for v in (low, high))
     out = quantized(x, low, high, codec)
     tokens = x.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2], -1)
-    scale = half((high - low) / (2 if codec.table else 7))
+    scale = half((high - low) / (2 if codec.codebook else 7))
     ends = (half((high + low) / 2) - scale, half((high + low) / 2) + scale)
-    if codec.table is None:
+    if codec.codebook is None:
         ends = (half(low), half(low) + 7 * scale)
     beyond = np.maximum(ends[0] - x, x - ends[1]).transpose(0, 2, 1, 3).reshape(tokens.shape)
     places = set()
@@ -140,8 +140,8 @@ def test_values_are_those_of_the_paper(name: str, seed: int) -> None:
 def test_a_table_of_even_levels_is_uniform_quantization() -> None:
     """But for the ends, which a table has half a step further in or out: none with -1 to 1."""
     x = randn(1, H, 30, D, seed=3)
-    even = Codec(3, "token", H * D, table=tuple(np.linspace(-1, 1, 8).tolist()))
-    uniform = replace(even, table=None)
+    even = Codec(3, "token", H * D, codebook=tuple(np.linspace(-1, 1, 8).tolist()))
+    uniform = replace(even, codebook=None)
     step = split_params(encode(uniform, x)[1])[0].max().item()
     assert (fake_quantize(even, x) - fake_quantize(uniform, x)).abs().max().item() < 0.51 * step
     assert (fake_quantize(even, x) - x).abs().max().item() < 0.51 * step
@@ -157,7 +157,7 @@ def test_an_outlier_that_is_no_number_shows() -> None:
 @pytest.mark.parametrize("codec", [*KEYS.values(), *VALUES.values()], ids=str)
 def test_names(codec: Codec) -> None:
     assert Codec.parse(str(codec)) == codec
-    assert codec.misfit(D, H) is None
+    assert codec.unsupported_reason(D, H) is None
 
 
 def test_bits_are_counted() -> None:
@@ -174,7 +174,7 @@ def test_bits_are_counted() -> None:
 BAD = {
     "outliers": {"outliers": 3},
     "clip": {"outliers": 2, "clip": 0.9},
-    "table": {"table": (0.0, 1.0)},
+    "codebook": {"codebook": (0.0, 1.0)},
     "qnorm": {"qnorm": (1.0, 0.0)},
     "group": {"axis": "channel", "group": 1},
 }
@@ -188,7 +188,7 @@ def test_bad_fields_are_refused(name: str) -> None:
 
 def test_falling_tables_are_refused() -> None:
     with pytest.raises(OptionError, match="a rising tuple"):
-        Codec(2, "token", 32, table=(0.0, 1.0, 0.5, 2.0))
+        Codec(2, "token", 32, codebook=(0.0, 1.0, 0.5, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_falling_tables_are_refused() -> None:
     ],
 )
 def test_misfits(codec: Codec, heads: int, reason: str) -> None:
-    assert reason in str(codec.misfit(16, heads))
+    assert reason in str(codec.unsupported_reason(16, heads))
 
 
 @given(st.integers(1, 4), st.integers(1, 3), SEEDS)

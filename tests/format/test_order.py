@@ -20,7 +20,7 @@ from tests.strategies import randn
 from tests.tensor.test_packed import KEYS, NATIVE, VALUES, equal
 
 ORDER = ChannelOrder.of(free(2, 16, torch.Generator().manual_seed(5)))
-TOKENS = "int2.token8/window=0,flush=1"
+TOKENS = "int2.token8/window=0,pack_every=1"
 
 
 def ordered(plan: str, x: torch.Tensor) -> PackedKV:
@@ -99,7 +99,7 @@ def test_rows_of_other_orders_do_not_join_packed():
 
 
 def test_static_writes_are_in_the_models_order():
-    plan = "fp/keep=7/room=8"
+    plan = "fp/window_size=7/room=8"
     x, new = randn(1, 2, 3, 16), randn(1, 2, 2, 16, seed=1)
     packed = ordered(plan, x)
     packed.index_copy_(2, torch.tensor([3, 4]), new)

@@ -1,4 +1,4 @@
-"""`Residency` and `TensorPlan`: what is due, room for it, names."""
+"""`RetentionPolicy` and `TensorPlan`: what is due, room for it, names."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from hypothesis import strategies as st
 from kvpass.errors import OptionError, PlanError
 from kvpass.format.codec import FP, Codec
 from kvpass.format.parse import parse_plan
-from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.retention import MAX_STEP, RetentionPolicy
 from kvpass.format.tensor_plan import TILE, Segment, TensorPlan
 from tests.strategies import steps, tensor_plans
 
 PLANS = st.sampled_from([16, 64, 80, 128]).flatmap(tensor_plans)
-RESIDENCIES = st.builds(Residency, st.integers(0, 200), st.integers(1, 200))
+RESIDENCIES = st.builds(RetentionPolicy, st.integers(0, 200), st.integers(1, 200))
 
 
 @given(RESIDENCIES, st.integers(0, 1000))
-def test_due_is_whole_flushes_beyond_the_window(residency, exact):
-    due = residency.due(exact)
-    assert due % residency.flush == 0
+def test_due_is_whole_flushes_beyond_the_window(retention, exact):
+    due = retention.due(exact)
+    assert due % retention.pack_every == 0
     assert 0 <= due <= exact
     left = exact - due
-    assert left < residency.window + residency.flush
-    assert due == 0 or left >= residency.window
+    assert left < retention.window + retention.pack_every
+    assert due == 0 or left >= retention.window
 
 
 @pytest.mark.parametrize(
-    ("window", "flush", "exact", "due"),
+    ("window", "pack_every", "exact", "due"),
     # KIVI: keys 128 at a time, values one by one beyond 128.
     [(0, 128, 127, 0), (0, 128, 128, 128), (0, 128, 300, 256), (128, 1, 128, 0), (128, 1, 131, 3)],
 )
-def test_due_of_kivi(window, flush, exact, due):
-    assert Residency(window, flush).due(exact) == due
+def test_due_of_kivi(window, pack_every, exact, due):
+    assert RetentionPolicy(window, pack_every).due(exact) == due
 
 
 @given(PLANS, st.integers(0, 2000))
@@ -49,7 +49,7 @@ def test_capacity_is_whole_tiles_at_least_two(plan, tokens):
 
 
 def test_tile_of_a_group_that_does_not_divide_128():
-    assert TensorPlan(Codec(2, "channel", 24), Residency(0, 48)).tile == 384
+    assert TensorPlan(Codec(2, "channel", 24), RetentionPolicy(0, 48)).tile == 384
 
 
 @given(PLANS, steps())
@@ -64,7 +64,7 @@ def test_ring_holds_the_exact_tokens_and_spares_a_step(plan, lengths):
     for n in lengths[1:]:
         live = total - packed
         counted = total if n <= MAX_STEP else total + n
-        packed += plan.residency.due(counted - packed)
+        packed += plan.retention.due(counted - packed)
         total += n
         assert total - packed <= plan.ring
         if n <= MAX_STEP:
@@ -88,8 +88,8 @@ def test_segments_and_state_names(plan):
     else:
         assert plan.segments == (Segment(plan.codec, None), ring)
         assert plan.layout.names == (*exact, "segment_ends")
-    assert plan.ring == plan.residency.window + plan.residency.flush + MAX_STEP - 1
-    assert plan.packed(37) == plan.residency.due(37 - plan.sinks)
+    assert plan.ring == plan.retention.window + plan.retention.pack_every + MAX_STEP - 1
+    assert plan.packed(37) == plan.retention.due(37 - plan.sinks)
 
 
 @given(PLANS)
@@ -99,35 +99,35 @@ def test_plan_parses_back(plan):
 
 def test_sinks_are_printed_where_there_are_any():
     codec = Codec(2, "channel", 32)
-    plain = TensorPlan(codec, Residency(128, 32))
-    assert str(plain) == "int2.channel32/window=128,flush=32"
-    assert str(TensorPlan(codec, Residency(128, 32, 5))) == (
-        "int2.channel32/sinks=5,window=128,flush=32"
+    plain = TensorPlan(codec, RetentionPolicy(128, 32))
+    assert str(plain) == "int2.channel32/window=128,pack_every=32"
+    assert str(TensorPlan(codec, RetentionPolicy(128, 32, 5))) == (
+        "int2.channel32/sinks=5,window=128,pack_every=32"
     )
-    assert parse_plan("int2.channel32/sinks=0,window=128,flush=32") == plain
+    assert parse_plan("int2.channel32/sinks=0,window=128,pack_every=32") == plain
 
 
 def test_a_window_that_slides_has_no_sinks():
-    plan = parse_plan("int2.token8/sinks=5,window=8,flush=1")
-    assert str(plan.sliding(100)) == "int2.token8/window=8,flush=1/keep=100"
-    assert str(plan.static(64)) == "int2.token8/window=8,flush=1/keep=63/room=64"
+    plan = parse_plan("int2.token8/sinks=5,window=8,pack_every=1")
+    assert str(plan.sliding(100)) == "int2.token8/window=8,pack_every=1/window_size=100"
+    assert str(plan.static(64)) == "int2.token8/window=8,pack_every=1/window_size=63/room=64"
     with pytest.raises(PlanError) as caught:
-        replace(plan, keep=100)
-    assert str(caught.value) == "sinks=5 and kept=0 cannot stay where only 100 tokens do."
+        replace(plan, window_size=100)
+    assert str(caught.value) == "sinks=5 and retained=0 cannot stay where only 100 tokens do."
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "",
-        "fp/sinks=5,window=0,flush=1",
+        "fp/sinks=5,window=0,pack_every=1",
         "int2.channel32/sinks=5",
-        "int2.channel32/window=0,flush=32,sinks=5",
-        "fp/window=0,flush=1",
+        "int2.channel32/window=0,pack_every=32,sinks=5",
+        "fp/window=0,pack_every=1",
         "int2.channel32",
         "int2.channel32/window=0",
-        "int2.channel32/window=-1,flush=32",
-        "int2.channel32/flush=32,window=0",
+        "int2.channel32/window=-1,pack_every=32",
+        "int2.channel32/pack_every=32,window=0",
     ],
 )
 def test_unreadable_plan(text):
@@ -135,18 +135,18 @@ def test_unreadable_plan(text):
         parse_plan(text)
     assert str(caught.value) == (
         f"Tensor plan {text!r} cannot be read; allowed: 'fp' or e.g. "
-        "'int2.channel32/window=0,flush=128', 'int2.channel32|int4.channel32|fp/chunk=32'."
+        "'int2.channel32/window=0,pack_every=128', 'int2.channel32|int4.channel32|fp/chunk=32'."
     )
 
 
 def test_group_divides_flush():
     with pytest.raises(PlanError) as caught:
-        TensorPlan(Codec(2, "channel", 32), Residency(0, 100))
+        TensorPlan(Codec(2, "channel", 32), RetentionPolicy(0, 100))
     assert str(caught.value) == (
         "group 32 of int2.channel32 does not divide the residual of 100 tokens "
         "that are packed at a time."
     )
-    assert TensorPlan(Codec(2, "token", 32), Residency(0, 100)).residency.flush == 100
+    assert TensorPlan(Codec(2, "token", 32), RetentionPolicy(0, 100)).retention.pack_every == 100
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,15 @@ def test_group_divides_flush():
     [
         ({"window": -1}, "window=-1 is not supported; allowed: a whole number, at least 0."),
         ({"window": 1.5}, "window=1.5 is not supported; allowed: a whole number, at least 0."),
-        ({"flush": 0}, "flush=0 is not supported; allowed: a whole number, at least 1."),
+        ({"pack_every": 0}, "pack_every=0 is not supported; allowed: a whole number, at least 1."),
         ({"sinks": -1}, "sinks=-1 is not supported; allowed: a whole number, at least 0."),
-        ({"flush": "1"}, "flush='1' is not supported; allowed: a whole number, at least 1."),
+        (
+            {"pack_every": "1"},
+            "pack_every='1' is not supported; allowed: a whole number, at least 1.",
+        ),
     ],
 )
 def test_residency_values(arguments, message):
     with pytest.raises(OptionError) as caught:
-        Residency(**arguments)
+        RetentionPolicy(**arguments)
     assert str(caught.value) == message

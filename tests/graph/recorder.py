@@ -70,7 +70,7 @@ class Record:
         for past, result in self.updates:
             if past is None and isinstance(packed := self.results[result], PackedKV):
                 count = packed.plan.packed(packed.written) - (packed.written - packed.shape[2])
-                if packed.plan.keep is None:
+                if packed.plan.window_size is None:
                     fresh = stored_once(expected[result], packed, count)
                     assert_close(packed.decode(), fresh, rtol=0, atol=0)
 
@@ -90,7 +90,7 @@ def stored_once(x: Tensor, packed: PackedKV, count: int) -> Tensor:
 
 
 class Recorder:
-    """Pass it as ``backend``."""
+    """CalibrationRunner it as ``backend``."""
 
     def __init__(self, planner: Planner | None = None) -> None:
         self.planner = planner or recipe("fp")

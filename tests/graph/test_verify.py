@@ -12,7 +12,7 @@ from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.ops import logical
 from tests.strategies import randn
 
-PLAN = "int2.channel8/window=0,flush=16"
+PLAN = "int2.channel8/window=0,pack_every=16"
 
 
 def graph_of(*appends: int) -> Graph:

@@ -22,10 +22,10 @@ from kvpass.recipes import recipe
 from kvpass.rules import BOUND_RULES, Context, apply_rules
 from lowering import Choice, compiler_problem, lower, served_by
 from lowering.cpp import library
-from lowering.cpp.library import decline_compiler, load_function
+from lowering.cpp.library import load_function, unsupported_compiler
 from lowering.providers import PROVIDERS
 
-KEYS, VALUES = "int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"
+KEYS, VALUES = "int2.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"
 ON_GPU = "device cuda is not a CPU"
 ON_CPU = "Triton runs on CPU only in its interpreter, for tests"
 
@@ -72,10 +72,10 @@ def turning_graph(plan, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("plan", "dtype", "provider", "reason"),
     [
-        ("int2.channel8/window=0,flush=8", torch.float32, "cpp", None),
-        ("int2.channel8/window=0,flush=8", torch.float64, "cpp", "cosines and sines are"),
+        ("int2.channel8/window=0,pack_every=8", torch.float32, "cpp", None),
+        ("int2.channel8/window=0,pack_every=8", torch.float64, "cpp", "cosines and sines are"),
         (
-            "int2.token16/window=16,flush=1,kept=4,filter=heavy_hitters",
+            "int2.token16/window=16,pack_every=1,retained=4,filter=heavy_hitters",
             torch.float32,
             "aten",
             "filter 'heavy_hitters' is not supported",
@@ -105,22 +105,22 @@ def test_what_no_kernel_turns_is_turned_before(plan, dtype, provider, reason):
 @pytest.mark.parametrize(
     ("plan", "append", "attention"),
     [
-        ("int3.token64/window=0,flush=1", None, None),
-        ("int1.5.token64.slots.fp8.clip0.9/sinks=5,window=0,flush=1", None, None),
+        ("int3.token64/window=0,pack_every=1", None, None),
+        ("int1.5.token64.ternary_in_2bit.fp8.clip0.9/sinks=5,window=0,pack_every=1", None, None),
         (
-            "int1.5.token64/window=0,flush=1",
+            "int1.5.token64/window=0,pack_every=1",
             "base 3 of int1.5.token64 is not supported; the kernels take its three levels in slots",
             "base 3 of int1.5.token64 is not supported; the kernels take its three levels in slots",
         ),
         (
-            "int3x11.token64/window=0,flush=1",
-            "11 codes in 32 bits of int3x11.token64 are not supported",
-            "11 codes in 32 bits of int3x11.token64 are not supported",
+            "int3.token64.pack11/window=0,pack_every=1",
+            "11 codes in 32 bits of int3.token64.pack11 are not supported",
+            "11 codes in 32 bits of int3.token64.pack11 are not supported",
         ),
         (
-            "int2.token64/window=0,flush=1,pivotal=0.1",
-            "the window of int2.token64/window=0,flush=1,pivotal=0.1 grows with the context",
-            "the window of int2.token64/window=0,flush=1,pivotal=0.1 grows with the context",
+            "int2.token64/window=0,pack_every=1,pivotal=0.1",
+            "the window of int2.token64/window=0,pack_every=1,pivotal=0.1 grows with the context",
+            "the window of int2.token64/window=0,pack_every=1,pivotal=0.1 grows with the context",
         ),
     ],
     ids=str,
@@ -159,7 +159,7 @@ def test_aten_where_no_compiler_is(monkeypatch):
         raise InvalidCxxCompiler
 
     monkeypatch.setattr("lowering.cpp.library.load_cpp", missing)
-    decline_compiler.cache_clear()
+    unsupported_compiler.cache_clear()
     load_function.cache_clear()
     library._library.cache_clear()
     graph = decode_graph(FakeTensorMode(), "cpu", dim=32)
@@ -168,7 +168,7 @@ def test_aten_where_no_compiler_is(monkeypatch):
     assert choices[-1] == Choice("attention", "attention_default", "aten", declined, waits=True)
     assert torch.ops.kvpass.attention.default in {n.target for n in graph.nodes}
     assert compiler_problem(choices) == "no C++ compiler was found"
-    decline_compiler.cache_clear()
+    unsupported_compiler.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_unpack_on_a_gpu(plan):
     with mode:
         out = node.target(state, tokens, plan, torch.float16)
     assert out.shape == (1, 2, tokens, 64)
-    assert provider("unpack", "triton").supports(state, 5, plan, torch.float32) == (
+    assert provider("unpack", "triton").unsupported_reason(state, 5, plan, torch.float32) == (
         "tokens are wanted as torch.float32, those of the cache are torch.float16"
     )
 
@@ -219,7 +219,9 @@ def test_state_with_gaps_is_declined():
     with FakeTensorMode():
         x = torch.empty(1, 2, 256, 64, dtype=torch.float16, device="cuda")
         state = [t.expand(2, *t.shape[1:]) for t in pack_fake(x, KEYS)]
-        reason = provider("append", "triton").supports(state, x.new_empty(2, 2, 1, 64), KEYS)
+        reason = provider("append", "triton").unsupported_reason(
+            state, x.new_empty(2, 2, 1, 64), KEYS
+        )
     assert reason == "codes is not contiguous"
 
 
@@ -274,7 +276,7 @@ def test_without_triton():
         "import torch, lowering\n"
         "from lowering.providers import PROVIDERS\n"
         "triton = next(p for p in PROVIDERS['pack'] if p.name == 'triton')\n"
-        "print(triton.supports(torch.empty(1, 1, 4, 64), 'fp'))\n"
+        "print(triton.unsupported_reason(torch.empty(1, 1, 4, 64), 'fp'))\n"
     )
     done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True)
     assert done.stdout.strip() == "triton is not installed", done.stderr

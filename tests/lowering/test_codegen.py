@@ -14,7 +14,7 @@ from lowering import codegen
 from lowering.triton.layouts import layout_of
 from triton_templates import render, template_names
 
-LAYOUT = layout_of("int4.channel32/window=0,flush=128", 64)
+LAYOUT = layout_of("int4.channel32/window=0,pack_every=128", 64)
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +90,9 @@ def test_generated_files_pass_the_linter(template, tmp_path):
     layouts = (
         layout_of("fp", 128),
         LAYOUT,
-        layout_of("int2.token32/window=128,flush=1", 64),
-        layout_of("int8.token24/window=4,flush=1", 96),
-        layout_of("int2.token32/window=24,flush=1", 96),
+        layout_of("int2.token32/window=128,pack_every=1", 64),
+        layout_of("int8.token24/window=4,pack_every=1", 96),
+        layout_of("int2.token32/window=24,pack_every=1", 96),
     )
     for layout in layouts:
         parameters = {"layout": layout}

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from kvpass.format.parse import parse_plan
 from kvpass.format.quantize import decode
-from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.retention import MAX_STEP, RetentionPolicy
 from kvpass.format.state import empty_state
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.append import read_window, row_ends
@@ -40,10 +40,10 @@ def packed_end(plan: TensorPlan, lengths) -> int:
     if plan.codec.identity:
         return sum(lengths)
     total = lengths[0]
-    packed = plan.sinks + plan.residency.due(total - plan.sinks)
+    packed = plan.sinks + plan.retention.due(total - plan.sinks)
     for n in lengths[1:]:
         counted = total if n <= MAX_STEP else total + n
-        packed += plan.residency.due(counted - packed)
+        packed += plan.retention.due(counted - packed)
         total += n
     return min(packed, total)
 
@@ -71,7 +71,7 @@ def test_state_is_a_rounded_prefix_and_an_exact_rest(case):
 
 
 # A step of up to MAX_STEP tokens packs everything that was due before it. So after one common such
-# step any two chunkings agree: flushes start at multiples of the flush length in both.
+# step any two chunkings agree: flushes start at multiples of the pack_every length in both.
 @given(CASES, st.integers(1, MAX_STEP))
 def test_any_chunking_equals_packing_at_once(case, last):
     d, plan, lengths, seed, dtype = case
@@ -142,7 +142,7 @@ def test_window_is_a_ring(ring, start, data):
 
 
 def test_token_is_attended_exactly_in_its_own_step():
-    plan = parse_plan("int2.token8/window=0,flush=1")
+    plan = parse_plan("int2.token8/window=0,pack_every=1")
     x = randn(1, 1, 60, 16)
     handle = packed_in_steps(x, plan, [40, 1, 3])
     assert torch.equal(handle.decode()[:, :, 41:44], x[:, :, 41:44])
@@ -150,7 +150,7 @@ def test_token_is_attended_exactly_in_its_own_step():
 
 
 def test_poison_reaches_every_kind_of_memory():
-    plan = parse_plan("int2.channel8/window=4,flush=8")
+    plan = parse_plan("int2.channel8/window=4,pack_every=8")
     with poisoned():
         codes, params, window, ends = empty_state(randn(1, 1, 1, 16), plan, 8).tensors
         grown = codes.new_empty(3)
@@ -163,7 +163,7 @@ def test_poison_reaches_every_kind_of_memory():
 
 
 def test_sinks_stay_exact():
-    plan = parse_plan("int1.token8/sinks=5,window=0,flush=1")
+    plan = parse_plan("int1.token8/sinks=5,window=0,pack_every=1")
     x = randn(2, 1, 120, 16)
     for lengths in ([120], [3, 1, 1, 1, 114], [1, 16, 3, 100], [2, 100, 18], [4]):
         handle = packed_in_steps(x[:, :, : sum(lengths)], plan, [*lengths])
@@ -173,7 +173,7 @@ def test_sinks_stay_exact():
 
 
 def test_residency_of_the_window_is_exact():
-    plan = TensorPlan(parse_plan("int2.token8/window=0,flush=1").codec, Residency(5, 1))
+    plan = TensorPlan(parse_plan("int2.token8/window=0,pack_every=1").codec, RetentionPolicy(5, 1))
     x = randn(1, 1, 30, 16)
     handle = packed_in_steps(x, plan, [30])
     assert torch.equal(handle.decode()[:, :, 25:], x[:, :, 25:])

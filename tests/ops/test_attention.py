@@ -95,7 +95,7 @@ def test_mask_rows_follow_the_queries(heads, n, t, seed):
 
 def test_values_may_have_other_head_dims():
     k, v = randn(1, 2, 30, 16, seed=1), randn(1, 2, 30, 80, seed=2)
-    plans = "int4.channel8/window=0,flush=8", "int4.token8/window=4,flush=1"
+    plans = "int4.channel8/window=0,pack_every=8", "int4.token8/window=4,pack_every=1"
     keys, values = (ops.pack.default(x, plan) for x, plan in zip((k, v), plans, strict=True))
     q = randn(1, 4, 3, 16, seed=3)
     out = ops.attention.default(q, keys, values, None, 0.3, *plans)

@@ -13,7 +13,7 @@ from kvpass.format.parse import parse_plan
 from tests.strategies import DTYPES, poisoned, randn, tensor_plans
 
 ops = torch.ops.kvpass
-PLANS = ["fp", "int2.channel8/window=0,flush=16", "int4.token8/window=8,flush=1"]
+PLANS = ["fp", "int2.channel8/window=0,pack_every=16", "int4.token8/window=8,pack_every=1"]
 CASES = st.sampled_from([16, 64, 80, 128]).flatmap(
     lambda d: st.tuples(st.just(d), tensor_plans(d), tensor_plans(d))
 )

@@ -14,8 +14,8 @@ from kvpass.recipes import Fp, Kivi, recipe
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_keys_and_values(bits):
     plan = Kivi(bits=bits).layer_plan("model.layers.0.self_attn", 128, 128)
-    assert str(plan.keys) == f"int{bits}.channel32/window=0,flush=128"
-    assert str(plan.values) == f"int{bits}.token32/window=128,flush=1"
+    assert str(plan.keys) == f"int{bits}.channel32/window=0,pack_every=128"
+    assert str(plan.values) == f"int{bits}.token32/window=128,pack_every=1"
     assert Kivi(bits=bits).name == f"kivi-{bits}bit"
 
 
@@ -26,8 +26,8 @@ def test_values_fall_back_to_the_largest_group_that_fits(dim, group):
 
 def test_fields():
     plan = Kivi(bits=2, group=16, residual=64).layer_plan("*", 64, 64)
-    assert str(plan.keys) == "int2.channel16/window=0,flush=64"
-    assert str(plan.values) == "int2.token16/window=64,flush=1"
+    assert str(plan.keys) == "int2.channel16/window=0,pack_every=64"
+    assert str(plan.values) == "int2.token16/window=64,pack_every=1"
 
 
 def test_heads_that_do_not_fit():

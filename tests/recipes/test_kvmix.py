@@ -51,12 +51,12 @@ def test_ratios_and_packing_by_importance() -> None:
     plan = calibrate(model, "kvmix", TEXTS, progress=False, **fields)
     keys, values = (sorted(str(getattr(p, k)) for p in plan.layers.values()) for k in STORED)
     assert keys == [
-        "int2.channel8/window=0,flush=8,pivotal=0.1",
-        "int3x11.channel8/window=0,flush=8,pivotal=0.2",
+        "int2.channel8/window=0,pack_every=8,pivotal=0.1",
+        "int3.channel8.pack11/window=0,pack_every=8,pivotal=0.2",
     ]
     assert values == [
-        "int2.token8/window=0,flush=8,pivotal=0.1",
-        "int4.token8/window=0,flush=8,pivotal=0.2",
+        "int2.token8/window=0,pack_every=8,pivotal=0.1",
+        "int4.token8/window=0,pack_every=8,pivotal=0.2",
     ]
 
 

@@ -181,7 +181,7 @@ def test_a_norm_behind_the_rotary_embedding_is_refused() -> None:
 
 
 def test_eager_appends_decode_with_a_warning() -> None:
-    """What comes from outside has been turned already: it cannot join."""
+    """What comes from outside has been rotated already: it cannot join."""
     model = model_of("llama", layers=1)
     _, cache = run_steps(compiled(model, FP), prompt(1, 30), [30])
     keys = keys_of(cache)
@@ -226,14 +226,14 @@ def test_turn_is_what_models_do(found: tuple[Rope, int], seed: int) -> None:
     rows = torch.cat([angles.cos(), angles.sin()], dim=-1)
     part = x[..., rope.start : rope.stop]
     spread = torch.cat([angles, angles], -1)
-    turned = torch.cat([-part[..., half:], part[..., :half]], dim=-1)
+    rotated = torch.cat([-part[..., half:], part[..., :half]], dim=-1)
     if rope.kind == "neighbours":
         spread = angles.repeat_interleave(2, -1)
-        turned = torch.stack([-part[..., 1::2], part[..., 0::2]], dim=-1).flatten(-2)
+        rotated = torch.stack([-part[..., 1::2], part[..., 0::2]], dim=-1).flatten(-2)
     wanted = x.clone()
     wanted[..., rope.start : rope.stop] = part * spread.cos().unsqueeze(
         1
-    ) + turned * spread.sin().unsqueeze(1)
+    ) + rotated * spread.sin().unsqueeze(1)
     got = rope.turn(x, rows)
     assert_close(got, wanted, rtol=0, atol=1e-5)
     assert_close(rope.turn(got, inverse_rows(rows)), x, rtol=0, atol=1e-5)

@@ -82,9 +82,9 @@ def test_applies_to_every_form(function, detail):
 
 
 PLANS = [
-    ("fp", "int2.token8/window=4,flush=2"),
-    ("int4.channel4/window=3,flush=8", "fp"),
-    ("int8.token16/window=19,flush=1", "int2.channel2/window=19,flush=2"),
+    ("fp", "int2.token8/window=4,pack_every=2"),
+    ("int4.channel4/window=3,pack_every=8", "fp"),
+    ("int8.token16/window=19,pack_every=1", "int2.channel2/window=19,pack_every=2"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`fuse_rope_append`: the keys of a step are turned where they are stored."""
+"""`fuse_rope_append`: the keys of a step are rotated where they are stored."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, kind: str = "halves") -> Tensor:
     """As models write it, of the channels that there are cosines of."""
     channels = cos.shape[-1]
     part = x[..., :channels]
-    turned = part * cos + turn(part, kind) * sin
-    return torch.cat((turned, x[..., channels:]), dim=-1) if channels < x.shape[-1] else turned
+    rotated = part * cos + turn(part, kind) * sin
+    return torch.cat((rotated, x[..., channels:]), dim=-1) if channels < x.shape[-1] else rotated
 
 
 def rows_of(cos: Tensor, sin: Tensor, kind: str) -> Tensor:
@@ -65,11 +65,11 @@ def test_appending_turns(case: Any, n: int, batch: int, table_dtype: torch.dtype
     cos, sin = (
         (table * torch.ones(batch, 1, 1, 1)).to(table_dtype) for table in tables(n, channels, kind)
     )
-    turned = rotary(x.float(), cos.float(), sin.float(), kind).to(dtype)
+    rotated = rotary(x.float(), cos.float(), sin.float(), kind).to(dtype)
     handle = PackedKV(ops.pack.default(past, str(plan)), plan, 30, dtype)
     handle.reserve(n)
     got = [t.clone() for t in handle.state]
-    ops.append.default(handle.state, turned, str(plan))
+    ops.append.default(handle.state, rotated, str(plan))
     rows, rope = rows_of(cos, sin, kind), f"{kind}0-{channels}"
     ops.append.default(got, x, str(plan), rows, rope)
     for a, b in zip(got, handle.state, strict=True):
@@ -99,10 +99,10 @@ def details(record: Record) -> list[str]:
 def test_it_applies_to_steps(kind: str, channels: int) -> None:
     prefill, decode, several, prompt = run(attending(channels, kind), [20, 1, 5, 20], KIVI)
     for record in (decode, several):
-        assert details(record) == [f"turned by {kind}0-{channels} where they are stored"]
+        assert details(record) == [f"rotated by {kind}0-{channels} where they are stored"]
         rest = [n for n in record.after.graph.nodes if "neg" in n.name]
         assert len(rest) == 1, "the query's"
-    # Their exact attention reads the turned keys.
+    # Their exact attention reads the rotated keys.
     assert details(prefill) == details(prompt) == []
 
 
@@ -131,14 +131,14 @@ def unequal(k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
 
 def changed(k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     k = k * 2
-    turned = rotary(k, cos, sin)
+    rotated = rotary(k, cos, sin)
     k.add_(1.0)
-    return turned, k
+    return rotated, k
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (widened, "the keys change their dtype or shape when they are turned"),
-    (read_twice, "the turned keys are read by sum as well"),
+    (widened, "the keys change their dtype or shape when they are rotated"),
+    (read_twice, "the rotated keys are read by sum as well"),
     (two_tensors, "the keys before their rotary embedding are several tensors"),
     (by_head, "cosines and sines are no [B, 1, n, channels], which all heads share"),
     (unequal, "the cosines of a pair are not known to be equal"),

@@ -33,8 +33,8 @@ def test_applies_to_keys_and_values():
         assert record.fired("quantize_cache") == 2
         assert record.refused() == []
         assert details(record) == [
-            "keys int2.channel8/window=0,flush=16",
-            "values int2.token8/window=16,flush=1",
+            "keys int2.channel8/window=0,pack_every=16",
+            "values int2.token8/window=16,pack_every=1",
         ]
         appends = record.after.graph.find_nodes(op="call_function", target=logical.append)
         assert len(appends) == 2
@@ -62,8 +62,8 @@ def test_a_further_prompt_attends_to_the_decoded_past():
 @pytest.mark.parametrize(
     ("keys", "values"),
     [
-        ("int2.channel8/window=0,flush=8", "int2.token8/window=7,flush=1"),
-        ("int4.channel4/window=30,flush=4", "int8.token16/window=0,flush=3"),
+        ("int2.channel8/window=0,pack_every=8", "int2.token8/window=7,pack_every=1"),
+        ("int4.channel4/window=30,pack_every=4", "int8.token16/window=0,pack_every=3"),
     ],
 )
 def test_numbers_agree(keys, values):
@@ -85,11 +85,11 @@ def test_a_filled_cache_goes_on_as_it_was_begun():
             torch.compile(attend, backend=recorder)(
                 randn(1, 4, n, 16), randn(1, 2, n, 16), randn(1, 2, n, 16), layer
             )
-    assert details(recorder.records[0])[0] == "keys int4.channel8/window=0,flush=16"
+    assert details(recorder.records[0])[0] == "keys int4.channel8/window=0,pack_every=16"
 
 
 def test_a_plan_that_does_not_fit_is_an_error():
-    bad = Plan(LayerPlan(values=parse_plan("int2.token24/window=128,flush=1")))
+    bad = Plan(LayerPlan(values=parse_plan("int2.token24/window=128,pack_every=1")))
     with pytest.raises(PlanError, match="group 24 does not divide head_dim 16"):
         run(attend, [20], bad)
 
@@ -160,7 +160,7 @@ def test_tensors_of_unknown_meaning_are_packed_per_token():
         problem = "head_dim 6 at 4 bits does not fill whole 16-bit words (at values)"
         reason = f"The cache of layer '' cannot be stored as int4.token2: {problem}"
         assert record.refused() in ([("quantize_cache", reason)], [])
-        assert details(record)[-1] == "unknown int4.token8/window=8,flush=1"
+        assert details(record)[-1] == "unknown int4.token8/window=8,pack_every=1"
     assert records[0].refused() != []
 
 
@@ -204,8 +204,8 @@ def test_a_window_slides():
         assert record.fired("quantize_cache") == 2
         assert record.refused() == []
         assert details(record) == [
-            "keys int2.channel8/window=0,flush=8/keep=23",
-            "values int2.token8/window=8,flush=1/keep=23",
+            "keys int2.channel8/window=0,pack_every=8/window_size=23",
+            "values int2.token8/window=8,pack_every=1/window_size=23",
         ]
         decoded = record.after.graph.find_nodes(op="call_function", target=logical.unpack)
         assert not (decoded and record.fired("fuse_attention"))
@@ -220,7 +220,7 @@ def test_a_window_within_the_exact_one_is_kept_as_it_is():
         for n in (30, *[1] * 20):
             model(prompt(1, n), past_key_values=cache)
             recorder.records[-1].check(atol=2e-6)
-    assert details(recorder.records[-1]) == ["keys fp/keep=15", "values fp/keep=15"]
+    assert details(recorder.records[-1]) == ["keys fp/window_size=15", "values fp/window_size=15"]
 
 
 def keep_all_but_the_first(q, k, v, layer):

@@ -93,10 +93,10 @@ def test_registering_a_name_again_replaces_the_rule():
 
 def test_multi_query_at_2_bits_is_warned_of():
     kivi = recipe("kivi-2bit")
-    assert kivi.concern(4, 1) == (
+    assert kivi.warning(4, 1) == (
         "kivi-2bit loses accuracy with one KV head (multi-query); KIVI advises 4 bits"
     )
-    assert kivi.concern(1, 1) is None
-    assert kivi.concern(4, 2) is None
-    assert recipe("kivi-4bit").concern(4, 1) is None
-    assert recipe("fp").concern(4, 1) is None
+    assert kivi.warning(1, 1) is None
+    assert kivi.warning(4, 2) is None
+    assert recipe("kivi-4bit").warning(4, 1) is None
+    assert recipe("fp").warning(4, 1) is None

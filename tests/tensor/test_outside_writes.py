@@ -12,7 +12,7 @@ from kvpass.errors import CacheStateError
 from kvpass.format.parse import parse_plan
 from kvpass.tensor.packed import PackedKV
 
-PLAN = parse_plan("int4.token16/window=16,flush=1")
+PLAN = parse_plan("int4.token16/window=16,pack_every=1")
 SHAPE = (1, 2, 40, 16)
 ONES = torch.ones(SHAPE)
 

@@ -25,8 +25,8 @@ from kvpass.tensor.dispatch import DECODES
 from kvpass.tensor.packed import PackedKV
 from tests.strategies import SEEDS, poisoned, randn, rounded, tensor_plans
 
-KEYS = "int2.channel8/window=0,flush=16"
-VALUES = "int4.token8/window=8,flush=1"
+KEYS = "int2.channel8/window=0,pack_every=16"
+VALUES = "int4.token8/window=8,pack_every=1"
 PLANS = pytest.mark.parametrize("plan", ["fp", KEYS, VALUES])
 
 
@@ -310,7 +310,7 @@ def test_capacity_grows_geometrically(plan):
         if not capacities or x.capacity != capacities[-1]:
             capacities.append(x.capacity)
             moves += 1
-        assert x.capacity >= x.shape[2] + 1 - parsed.residency.window - parsed.ring
+        assert x.capacity >= x.shape[2] + 1 - parsed.retention.window - parsed.ring
         assert x.capacity % parsed.tile == 0
         x = x.extended(1)
     for before, after in pairwise(capacities):

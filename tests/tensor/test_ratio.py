@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from kvpass import oracle_cache
 from kvpass.errors import OptionError, PlanError
 from kvpass.format.parse import parse_plan
-from kvpass.format.retention import MAX_STEP, Residency
+from kvpass.format.retention import MAX_STEP, RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops import logical
 from kvpass.ops.append import row_ends
@@ -30,18 +30,18 @@ from tests.tolerances import LOGITS_CODE_FLIP
 def plans(draw):
     """Plans of 16 channels whose window is a ratio of the tokens."""
     codec = draw(st.sampled_from(["int2.channel8", "int4.token8"]))
-    flush = draw(st.sampled_from([8, 32] if "channel" in codec else [1, 5]))
+    pack_every = draw(st.sampled_from([8, 32] if "channel" in codec else [1, 5]))
     rule = draw(st.sampled_from(["pivotal", "fraction"]))
     ratio = draw(st.integers(1, 999)) / 1000
     sinks = draw(st.sampled_from(["", "sinks=3,"]))
     window = draw(st.sampled_from([0, 0, 20]))
-    return parse_plan(f"{codec}/{sinks}window={window},flush={flush},{rule}={ratio}")
+    return parse_plan(f"{codec}/{sinks}window={window},pack_every={pack_every},{rule}={ratio}")
 
 
 def simulated(plan: TensorPlan, lengths: list[int]) -> list[int]:
     """How many tokens are packed when each step has ended, token by token: sinks, then the oldest
-    exact ones, a flush at a time, while more than the ratio are exact."""
-    rule = plan.residency
+    exact ones, a pack_every at a time, while more than the ratio are exact."""
+    rule = plan.retention
     ratio = Fraction(str(rule.pivotal or rule.fraction))
     sinks, packed, exact, ends = 0, 0, [], []
 
@@ -49,9 +49,9 @@ def simulated(plan: TensorPlan, lengths: list[int]) -> list[int]:
         nonlocal packed
         counted = len(exact) if rule.pivotal else len(exact) + packed
         least = max(int(ratio * counted), rule.window)
-        while len(exact) - least >= rule.flush:
-            del exact[: rule.flush]
-            packed += rule.flush
+        while len(exact) - least >= rule.pack_every:
+            del exact[: rule.pack_every]
+            packed += rule.pack_every
 
     for i, n in enumerate(lengths):
         if i and n <= MAX_STEP:
@@ -79,12 +79,12 @@ def test_what_is_packed_is_what_the_rule_says(plan, lengths):
         handle = logical.append(handle, new, str(plan)) if i == 0 else torch.cat([handle, new], 2)
         *_, packed, total = row_ends(handle.segment_ends)
         assert (packed, total) == (wanted[i], start + n)
-        assert total - packed + MAX_STEP * (plan.residency.pivotal > 0) <= handle.window.shape[2]
+        assert total - packed + MAX_STEP * (plan.retention.pivotal > 0) <= handle.window.shape[2]
         assert torch.equal(handle.decode()[:, :, packed:], x[:, :, packed : start + n])
 
 
 # After a failed step of a pivotal ratio, which a retry would apply once more, all is as before.
-@given(plans().filter(lambda plan: plan.residency.pivotal), steps(), st.integers(1, MAX_STEP))
+@given(plans().filter(lambda plan: plan.retention.pivotal), steps(), st.integers(1, MAX_STEP))
 def test_a_failed_step_leaves_no_trace(plan, lengths, new):
     x = randn(1, 1, sum(lengths), 16)
     handle = logical.append(None, x[:, :, : lengths[0]], str(plan))
@@ -104,7 +104,7 @@ def test_the_pivotal_context_collapses_and_a_fraction_does_not():
     """As a prompt of 4,096 tokens at 10% does in the paper's rule; its room is given back."""
     exact = {}
     for rule in ("pivotal", "fraction"):
-        plan = f"int2.channel32/window=0,flush=32,{rule}=0.1"
+        plan = f"int2.channel32/window=0,pack_every=32,{rule}=0.1"
         handle = logical.append(None, torch.zeros(1, 1, 4096, 16), plan)
         exact[rule] = [4096 - row_ends(handle.segment_ends)[0]]
         for _ in range(4):
@@ -148,8 +148,8 @@ def test_generation_equals_the_oracle_in_two_graphs() -> None:
     """While one ring shrinks and the other grows."""
     torch._dynamo.utils.counters.clear()
     parse = parse_plan
-    keys = parse("int2.channel8/window=0,flush=8,pivotal=0.5")
-    values = parse("int2.token8/window=3,flush=2,fraction=0.4")
+    keys = parse("int2.channel8/window=0,pack_every=8,pivotal=0.5")
+    values = parse("int2.token8/window=3,pack_every=2,fraction=0.4")
     plan = Plan(LayerPlan(keys, values))
     model, ids, lengths = tiny_model("llama", layers=1), prompt(1, 170), [120] + [1] * 50
     twin = compiled(model, plan, strict=True)
@@ -169,9 +169,9 @@ def test_generation_equals_the_oracle_in_two_graphs() -> None:
 
 def test_bytes_are_counted():
     """The ring is part of what is held, exact tokens of what an element takes."""
-    plan = parse_plan("int2.token16/window=0,flush=1,fraction=0.25")
+    plan = parse_plan("int2.token16/window=0,pack_every=1,fraction=0.25")
     x = logical.append(None, torch.zeros(1, 2, 1000, 16), str(plan))
-    assert x.window.shape[2] == plan.slots(1000) == 250 + 1 + 2 * MAX_STEP - 1
+    assert x.window.shape[2] == plan.ring_slots(1000) == 250 + 1 + 2 * MAX_STEP - 1
     capacity = plan.capacity(750)
     assert x.nbytes == 2 * (capacity * (4 + 4) + x.window.shape[2] * 64) + 8
     assert x.bits_per_element == pytest.approx(0.75 * 4 + 0.25 * 32 + 8 * 8 / x.numel())
@@ -183,11 +183,11 @@ def test_plans_parse_back(plan):
 
 
 def test_where_tokens_leave_there_is_no_ratio():
-    plan = parse_plan("int2.token8/window=8,flush=1,fraction=0.1")
-    assert str(plan.sliding(100)) == "int2.token8/window=8,flush=1/keep=100"
-    assert str(plan.static(64)) == "int2.token8/window=8,flush=1/keep=63/room=64"
+    plan = parse_plan("int2.token8/window=8,pack_every=1,fraction=0.1")
+    assert str(plan.sliding(100)) == "int2.token8/window=8,pack_every=1/window_size=100"
+    assert str(plan.static(64)) == "int2.token8/window=8,pack_every=1/window_size=63/room=64"
     with pytest.raises(PlanError, match="No ratio of the tokens can stay exact where only 100 "):
-        TensorPlan(plan.codec, plan.residency, keep=100)
+        TensorPlan(plan.codec, plan.retention, window_size=100)
 
 
 @pytest.mark.parametrize(("fields", "message"), [
@@ -198,4 +198,4 @@ def test_where_tokens_leave_there_is_no_ratio():
 ])  # fmt: skip
 def test_values(fields, message):
     with pytest.raises(OptionError, match=message):
-        Residency(**fields)
+        RetentionPolicy(**fields)

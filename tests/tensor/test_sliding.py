@@ -20,8 +20,8 @@ from kvpass.tensor.dispatch import DECODES
 from kvpass.tensor.packed import PackedKV
 from tests.strategies import poisoned, randn, steps, tensor_plans
 
-KEYS = "int2.channel8/window=0,flush=16"
-VALUES = "int4.token8/window=8,flush=1"
+KEYS = "int2.channel8/window=0,pack_every=16"
+VALUES = "int4.token8/window=8,pack_every=1"
 
 
 def oracle(plan: TensorPlan, keep: int) -> OracleSlidingLayer:
@@ -88,7 +88,7 @@ def test_tokens_are_taken_back(text, taken_back):
 
 def test_a_part_that_no_step_could_go_on_from_is_decoded():
     keep = 40
-    packed = logical.append(None, randn(1, 2, 60, 16), f"{KEYS}/keep={keep}")
+    packed = logical.append(None, randn(1, 2, 60, 16), f"{KEYS}/window_size={keep}")
     DECODES.clear()
     with pytest.warns(UserWarning, match="decoded a packed cache tensor"):
         part = packed[:, :, 3:]
@@ -97,7 +97,7 @@ def test_a_part_that_no_step_could_go_on_from_is_decoded():
 
 
 def test_a_ring_does_not_grow():
-    packed = logical.append(None, randn(1, 2, 1000, 16), f"{KEYS}/keep=300")
+    packed = logical.append(None, randn(1, 2, 1000, 16), f"{KEYS}/window_size=300")
     capacity = packed.capacity
     assert capacity == 512
     for i in range(200):
@@ -107,7 +107,7 @@ def test_a_ring_does_not_grow():
 
 
 def test_rows_are_joined_and_selected():
-    packed = logical.append(None, randn(3, 2, 90, 16), f"{VALUES}/keep=50")
+    packed = logical.append(None, randn(3, 2, 90, 16), f"{VALUES}/window_size=50")
     plain = packed.decode()
     assert_close(
         packed.index_select(0, torch.tensor([2, 0])).decode(), plain[[2, 0]], rtol=0, atol=0
@@ -121,7 +121,13 @@ def test_rows_are_joined_and_selected():
 
 
 @pytest.mark.parametrize(
-    "text", ["fp/keep=15", f"{KEYS}/keep=15", "fp/keep=63/room=64", f"{VALUES}/keep=63/room=64"]
+    "text",
+    [
+        "fp/window_size=15",
+        f"{KEYS}/window_size=15",
+        "fp/window_size=63/room=64",
+        f"{VALUES}/window_size=63/room=64",
+    ],
 )
 def test_plans_print_and_parse(text):
     assert str(parse_plan(text)) == text
@@ -129,12 +135,14 @@ def test_plans_print_and_parse(text):
 
 def test_short_windows_are_not_packed():
     plan = parse_plan(VALUES)
-    assert plan.sliding(9) == TensorPlan(keep=9)
-    assert plan.sliding(10) == replace(plan, keep=10)
+    assert plan.sliding(9) == TensorPlan(window_size=9)
+    assert plan.sliding(10) == replace(plan, window_size=10)
 
 
 def test_sizes_must_fit():
-    with pytest.raises(PlanError, match="keep=0 is not supported; allowed: a positive number"):
-        TensorPlan(keep=0)
-    with pytest.raises(PlanError, match="room=64 needs keep=63, not keep=None"):
+    with pytest.raises(
+        PlanError, match="window_size=0 is not supported; allowed: a positive number"
+    ):
+        TensorPlan(window_size=0)
+    with pytest.raises(PlanError, match="room=64 needs window_size=63, not keep=None"):
         TensorPlan(room=64)

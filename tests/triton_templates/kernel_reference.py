@@ -85,8 +85,8 @@ def spoil(tensors: list[Tensor], plan: str, stop: int) -> None:
 def kivi(bits: int, group: int = 32) -> tuple[str, str]:
     """Printed plans of keys and values; ``group`` tokens or channels share a scale."""
     return (
-        f"int{bits}.channel{group}/window=0,flush=128",
-        f"int{bits}.token{group}/window=128,flush=1",
+        f"int{bits}.channel{group}/window=0,pack_every=128",
+        f"int{bits}.token{group}/window=128,pack_every=1",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowering.triton.attention import attend, attention, supports
+from lowering.triton.attention import attend, attention, unsupported_reason
 from lowering.triton.heuristics import attention_candidates, attention_sizes
 from lowering.triton.launch import record_launches
 from lowering.triton.layouts import layout_of
@@ -40,7 +40,7 @@ EXACT_FP32_TOLERANCE = 2e-6
 def check(plans, keys, values, q, mask=None, tolerance=None, **variant):
     scale = q.shape[3] ** -0.5
     arguments = (q, keys, values, mask, scale, *plans)
-    assert supports(*arguments, **variant) is None
+    assert unsupported_reason(*arguments, **variant) is None
     got = attention(*arguments, **variant)
     assert got.dtype == q.dtype
     assert got.is_contiguous()
@@ -85,14 +85,14 @@ def test_kivi_in_other_dtypes(dtype):
 @pytest.mark.parametrize(
     "plans",
     [
-        ("int4.channel64/window=16,flush=64", "int2.token64/window=0,flush=1"),
-        ("int8.channel128/window=32,flush=128", "int4.token64/window=8,flush=16"),
-        ("int2.channel128/window=0,flush=128", "int8.token32/window=64,flush=8"),
-        ("int4.token32/window=40,flush=1", "int2.token32/window=8,flush=4"),
-        ("int2.token16/window=0,flush=1", "int4.token16/window=0,flush=1"),
-        ("int8.token16/window=5,flush=3", "int8.token16/window=7,flush=2"),
-        ("fp", "int4.token32/window=128,flush=1"),
-        ("int2.channel16/window=128,flush=16", "fp"),
+        ("int4.channel64/window=16,pack_every=64", "int2.token64/window=0,pack_every=1"),
+        ("int8.channel128/window=32,pack_every=128", "int4.token64/window=8,pack_every=16"),
+        ("int2.channel128/window=0,pack_every=128", "int8.token32/window=64,pack_every=8"),
+        ("int4.token32/window=40,pack_every=1", "int2.token32/window=8,pack_every=4"),
+        ("int2.token16/window=0,pack_every=1", "int4.token16/window=0,pack_every=1"),
+        ("int8.token16/window=5,pack_every=3", "int8.token16/window=7,pack_every=2"),
+        ("fp", "int4.token32/window=128,pack_every=1"),
+        ("int2.channel16/window=128,pack_every=16", "fp"),
     ],
     ids=str,
 )
@@ -119,7 +119,7 @@ FORMATS = [
     ("int8.token32", "int2.token32", 256, 256, 2),
     ("int4.channel32", "int4.token32", 128, 64, 4),
     ("fp", "int8.token128", 64, 256, 1),
-    ("int2.token64.fp8", "int1.5.token128.slots.fp8", 128, 128, 4),
+    ("int2.token64.fp8", "int1.5.token128.ternary_in_2bit.fp8", 128, 128, 4),
     ("int3.channel32", "int3.token32", 128, 128, 4),
     ("int3.token64", "int3.token16", 64, 96, 12),
     ("int1.channel64", "int1.token128", 128, 128, 8),
@@ -130,7 +130,7 @@ FORMATS = [
 @pytest.mark.parametrize("case", FORMATS, ids=lambda case: "-".join(map(str, case)))
 def test_formats_and_head_dims(case):
     k, v, key_dim, value_dim, heads = case
-    plans = [p if p == "fp" else f"{p}/window=16,flush=128" for p in (k, v)]
+    plans = [p if p == "fp" else f"{p}/window=16,pack_every=128" for p in (k, v)]
     keys, values = states(plans, 300, dim=(key_dim, value_dim))
     g = torch.Generator().manual_seed(heads)
     mask = torch.rand(1, heads, 1, 300, generator=g) > 0.3
@@ -263,7 +263,7 @@ def test_tokens_outside_a_window_are_not_read(plans):
 
 
 def test_a_static_cache_has_a_mask_for_its_whole_buffer():
-    plans = tuple(f"{plan}/keep=639/room=640" for plan in kivi(4))
+    plans = tuple(f"{plan}/window_size=639/room=640" for plan in kivi(4))
     mask = torch.zeros(1, 1, 3, 640, dtype=torch.bool)
     mask[..., 20:300] = True
     check(plans, *states(plans, 300), query(1, 4, 3, 64), mask, causal=True)

@@ -12,7 +12,7 @@ from kvpass.format.quantize import offline_params, split_outliers
 from kvpass.format.state import State
 from kvpass.tensor.packed import PackedKV
 from lowering.triton import append, pack, unpack
-from lowering.triton.attention import attend, attention, supports
+from lowering.triton.attention import attend, attention, unsupported_reason
 from lowering.triton.heuristics import attention_candidates, attention_sizes
 from lowering.triton.layouts import layout_of
 from tests.calibrated import ENCODED, PLANS, nuq, same_state, states_of
@@ -30,7 +30,7 @@ FP32_TOLERANCE = 1e-6
 
 def check(plans, keys, values, q, mask=None, **variant):
     arguments = (q, keys, values, mask, 0.125, *plans)
-    assert supports(*arguments, **variant) is None
+    assert unsupported_reason(*arguments, **variant) is None
     error = relative_error(attention(*arguments, **variant), dense_attention(*arguments, **variant))
     limit = FP32_TOLERANCE if q.dtype == torch.float32 else TOLERANCE[q.dtype]
     assert error <= limit, error
@@ -100,13 +100,13 @@ def test_other_sizes_give_the_same():
 def test_what_is_declined(name):
     keys, values = states_of(PLANS[name], 40, torch.float16, 1)
     q = query(2, 4, 1, 64)
-    assert DECLINED[name] in supports(q, keys, values, None, 0.125, *PLANS[name])
+    assert DECLINED[name] in unsupported_reason(q, keys, values, None, 0.125, *PLANS[name])
 
 
 def test_pairs_that_do_not_lie_in_the_same_lanes_are_declined():
     plans = (nuq(2, "channel0", rest="/rope=halves0-24"), nuq(2, "token128"))
     keys, values = states_of(plans, 40, torch.float16, 1)
-    reason = supports(query(2, 4, 1, 64), keys, values, None, 0.125, *plans)
+    reason = unsupported_reason(query(2, 4, 1, 64), keys, values, None, 0.125, *plans)
     assert "0 ... 24 that a rotary embedding turns do not lie in the same lanes of 8" in reason
 
 
@@ -115,12 +115,12 @@ def test_encoding_is_the_references(plan):
     """Of a prompt, and of steps of one and of several tokens."""
     p = parse_plan(plan)
     # More tokens where some of them stay in a window.
-    steps = [19, 1, 16, 1] if p.residency.window else [9, 1, 5, 1]
+    steps = [19, 1, 16, 1] if p.retention.window else [9, 1, 5, 1]
     x = keys_like(1, 2, sum(steps), 64, torch.float32, 3)
     low, high = x.amin((0, 2)) * 0.8, x.amax((0, 2)) * 0.8
-    ranges = offline_params(p.codec, low, high) if p.codec.offline else None
+    ranges = offline_params(p.codec, low, high) if p.codec.static_ranges else None
     parts = x.split(steps, dim=2)
-    assert pack.supports(parts[0], plan, ranges) is None
+    assert pack.unsupported_reason(parts[0], plan, ranges) is None
     got, wanted = pack.pack(parts[0], plan, ranges), ops.pack(parts[0], plan, ranges)
     same_state(got, wanted, plan)
     for state in (got, wanted):
@@ -128,7 +128,7 @@ def test_encoding_is_the_references(plan):
         handle.grow("capacity", p.capacity(sum(steps)))
         state[:] = handle.state
     for part in parts[1:]:
-        assert append.supports(got, part, plan) is None
+        assert append.unsupported_reason(got, part, plan) is None
         append.append(got, part, plan)
         ops.append(wanted, part, plan)
         same_state(got, wanted, plan)
@@ -147,6 +147,6 @@ def test_a_key_that_is_no_number_is_an_outlier():
 @pytest.mark.parametrize("name", TAKEN)
 def test_unpack(name):
     for plan, state in zip(TAKEN[name], states_of(TAKEN[name], 70, torch.float32, 2), strict=True):
-        assert unpack.supports(state, 70, plan, torch.float32) is None
+        assert unpack.unsupported_reason(state, 70, plan, torch.float32) is None
         got, expected = (op(state, 70, plan, torch.float32) for op in (unpack.unpack, ops.unpack))
         assert relative_error(got, expected) <= FP32_TOLERANCE

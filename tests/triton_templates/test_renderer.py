@@ -38,7 +38,7 @@ def test_blocks_cover_every_channel_once(head_dim, bits, data):
     axis = data.draw(st.sampled_from(["channel", "token"]))
     group = data.draw(st.sampled_from([16, 32, 64, 128]))
     layout = Layout(head_dim, bits, axis, group, 40)
-    if layout.misfit():
+    if layout.unsupported_reason():
         return
     if data.draw(st.booleans()):
         layout = layout.for_encoding

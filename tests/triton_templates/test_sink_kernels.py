@@ -21,16 +21,19 @@ pytestmark = pytest.mark.interpreter
 
 PAIRS = [
     (
-        "int2.token32.fp8.clip0.92/sinks=5,window=16,flush=1",
-        "int1.5.token64.slots.fp8/sinks=5,window=16,flush=1",
+        "int2.token32.fp8.clip0.92/sinks=5,window=16,pack_every=1",
+        "int1.5.token64.ternary_in_2bit.fp8/sinks=5,window=16,pack_every=1",
     ),
     # More sinks than a tile has tokens.
-    ("int4.channel32/sinks=40,window=0,flush=128", "int4.token32.fp8/sinks=40,window=9,flush=2"),
-    ("fp", "int2.token64/sinks=5,window=16,flush=1"),
-    ("int2.channel16/sinks=1,window=0,flush=16", "fp"),
+    (
+        "int4.channel32/sinks=40,window=0,pack_every=128",
+        "int4.token32.fp8/sinks=40,window=9,pack_every=2",
+    ),
+    ("fp", "int2.token64/sinks=5,window=16,pack_every=1"),
+    ("int2.channel16/sinks=1,window=0,pack_every=16", "fp"),
 ]
 # A prompt and steps: fewer tokens than sinks, steps that fill them, packed tokens that fill all
-# their room, and a flush.
+# their room, and a pack_every.
 LENGTHS = [(1,), (4, 16, 16, 16, 1), (5 + 256 + 16,), (160, 9, 1)]
 
 
@@ -39,12 +42,12 @@ LENGTHS = [(1,), (4, 16, 16, 16, 1), (5 + 256 + 16,), (160, 9, 1)]
 def test_state_is_the_references(plan, lengths):
     prompt, *steps = lengths
     x = keys_like(1, 1, prompt, 64, torch.float16)
-    assert pack.supports(x, plan) is None
+    assert pack.unsupported_reason(x, plan) is None
     got, wanted = pack.pack(x, plan), torch.ops.kvpass.pack(x, plan)
     assert_same(got, wanted, plan)
     for i, n in enumerate(steps):
         new = keys_like(1, 1, n, 64, torch.float16, i)
-        assert append.supports(got, new, plan) is None
+        assert append.unsupported_reason(got, new, plan) is None
         torch.ops.kvpass.append(wanted, new, plan)
         append.append(poison(got, plan), new, plan)
         assert_same(got, wanted, plan)
@@ -52,7 +55,7 @@ def test_state_is_the_references(plan, lengths):
     # Into the window, after whole groups of packed tokens, and into the sinks.
     shorter = () if steps else (max(packed, total - 1), min(total, sinks + 64), min(total, 3))
     for tokens in {total, *shorter}:
-        assert unpack.supports(got, tokens, plan, torch.float16) is None
+        assert unpack.unsupported_reason(got, tokens, plan, torch.float16) is None
         with poisoned():
             decoded = unpack.unpack(got, tokens, plan, torch.float16)
         assert torch.equal(decoded, torch.ops.kvpass.unpack(got, tokens, plan, torch.float16))
@@ -92,6 +95,6 @@ def test_sequences_of_different_lengths(plans):
 def test_other_sinks_of_values_are_declined():
     plans = PAIRS[0][0], PAIRS[0][1].replace("sinks=5", "sinks=4")
     assert (
-        attention.supports(query(1, 1, 1, 64), *states(plans, 20), None, 0.125, *plans)
+        attention.unsupported_reason(query(1, 1, 1, 64), *states(plans, 20), None, 0.125, *plans)
         == f"keys {plans[0]} and values {plans[1]} do not have the same sinks"
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowering.triton import append, attention, pack, unpack
-from lowering.triton.attention import supports
+from lowering.triton.attention import unsupported_reason
 from lowering.triton.layouts import layout_of
 from tests.strategies import poisoned
 from tests.triton_templates.kernel_reference import (
@@ -29,7 +29,7 @@ LENGTHS = ((5, 1), (150, 16), (900, 1, 1), (30, 1000, 3), (40, *(130, 16) * 6, 5
 
 
 def sliding(plans, keep):
-    return tuple(f"{plan}/keep={keep}" for plan in plans)
+    return tuple(f"{plan}/window_size={keep}" for plan in plans)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -37,21 +37,21 @@ def sliding(plans, keep):
     "plan",
     [
         "fp",
-        "int2.channel32/window=0,flush=128",
-        "int4.channel16/window=8,flush=48",
-        "int2.token32/window=128,flush=1",
-        "int4.token16/window=5,flush=7",
+        "int2.channel32/window=0,pack_every=128",
+        "int4.channel16/window=8,pack_every=48",
+        "int2.token32/window=128,pack_every=1",
+        "int4.token16/window=5,pack_every=7",
     ],
 )
 def test_state_is_the_references(plan, lengths):
     for keep in (37, 200):
-        text, (prompt, *steps) = f"{plan}/keep={keep}", lengths
+        text, (prompt, *steps) = f"{plan}/window_size={keep}", lengths
         x = keys_like(1, 2, prompt, 64, torch.float16)
         got, wanted = pack.pack(x, text), torch.ops.kvpass.pack(x, text)
         for i, n in enumerate(steps):
             new = keys_like(1, 2, n, 64, torch.float16, i)
             torch.ops.kvpass.append(wanted, new, text)
-            if append.supports(got, new, text) is None:
+            if append.unsupported_reason(got, new, text) is None:
                 append.append(poison(got, text), new, text)
             else:
                 got = [t.clone() for t in wanted]
@@ -59,7 +59,7 @@ def test_state_is_the_references(plan, lengths):
                 assert torch.equal(a, b)
         poison(got, text)
         for tokens in (min(keep, int(got[-1][0, -1])), 1):
-            assert unpack.supports(got, tokens, text, torch.float16) is None
+            assert unpack.unsupported_reason(got, tokens, text, torch.float16) is None
             with poisoned():
                 decoded = unpack.unpack(got, tokens, text, torch.float16)
             assert torch.equal(decoded, torch.ops.kvpass.unpack(got, tokens, text, torch.float16))
@@ -70,7 +70,7 @@ def check(plans, keys, values, n, mask=None, dtype=torch.float16, heads=4, **var
     batch, dim = keys[0].shape[0], 64
     q = torch.randn(batch, heads, n, dim, generator=g).to(dtype)
     arguments = (q, keys, values, mask, dim**-0.5, *plans)
-    assert supports(*arguments, **variant) is None
+    assert unsupported_reason(*arguments, **variant) is None
     got = attention.attention(*arguments, **variant)
     error = relative_error(got, dense_attention(*arguments, **variant))
     assert error <= TOLERANCE[dtype], error
@@ -82,9 +82,9 @@ def check(plans, keys, values, n, mask=None, dtype=torch.float16, heads=4, **var
     [
         kivi(2),
         ("fp", "fp"),
-        ("int4.token32/window=40,flush=1", "int4.token64/window=8,flush=4"),
-        ("int2.channel32/window=32,flush=32", "fp"),
-        ("fp", "int8.token16/window=8,flush=4"),
+        ("int4.token32/window=40,pack_every=1", "int4.token64/window=8,pack_every=4"),
+        ("int2.channel32/window=32,pack_every=32", "fp"),
+        ("fp", "int8.token16/window=8,pack_every=4"),
     ],
     ids=str,
 )
@@ -133,13 +133,16 @@ def test_each_sequence_has_its_own_length():
 
 def test_kernels_do_not_depend_on_how_many_tokens_are_kept_or_have_room():
     plan = kivi(2)[0]
-    kept = [layout_of(plan + text, 64) for text in ("/keep=5", "/keep=600", "/keep=8/room=9")]
+    kept = [
+        layout_of(plan + text, 64)
+        for text in ("/window_size=5", "/window_size=600", "/window_size=8/room=9")
+    ]
     assert kept[0] == kept[1] == kept[2]
 
 
 @pytest.mark.parametrize("plan", ["fp", *kivi(2)])
 def test_what_a_static_cache_has_not_written_is_zero(plan):
-    text = f"{plan}/keep=299/room=300"
+    text = f"{plan}/window_size=299/room=300"
     for tokens in (1, 130, 300):
         x = keys_like(1, 2, tokens, 64, torch.float16)
         # All 300 tokens count, as in a step of one token.
@@ -153,6 +156,6 @@ def test_what_a_static_cache_has_not_written_is_zero(plan):
 def test_a_prefill_is_declined():
     plans = sliding(kivi(2), 200)
     q = torch.randn(1, 1, 17, 64).half()
-    assert supports(q, *states(plans, 100), None, 0.125, *plans) == (
+    assert unsupported_reason(q, *states(plans, 100), None, 0.125, *plans) == (
         "17 new tokens are a prefill; a ring has room for 16"
     )

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.interpreter
 
 PLANS = [
     "fp",
-    "int2.channel32/window=0,flush=128",
-    "int4.channel32/window=0,flush=128",
-    "int2.token32/window=128,flush=1",
-    "int4.token32/window=128,flush=1",
-    "int2.channel16/window=8,flush=32",
-    "int4.token16/window=5,flush=7",
-    "int8.token64/window=0,flush=3",
+    "int2.channel32/window=0,pack_every=128",
+    "int4.channel32/window=0,pack_every=128",
+    "int2.token32/window=128,pack_every=1",
+    "int4.token32/window=128,pack_every=1",
+    "int2.channel16/window=8,pack_every=32",
+    "int4.token16/window=5,pack_every=7",
+    "int8.token64/window=0,pack_every=3",
 ]
 
 
@@ -44,20 +44,20 @@ def special(x):
 @pytest.mark.parametrize("tokens", [1, 131, 270])
 def test_pack(plan, tokens):
     x = special(keys_like(1, 2, tokens, 64, torch.float16))
-    assert pack.supports(x, plan) is None
+    assert pack.unsupported_reason(x, plan) is None
     assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
 
 
 @pytest.mark.parametrize(("dim", "codec"), [
     (80, "int2.token16"), (80, "int4.token16"), (96, "int2.token32"), (112, "int2.channel32"),
     (112, "int8.token56"), (192, "int4.token48"), (256, "int8.token256"),
-    (64, "int1.5.token64.slots.fp8"), (64, "int4.channel32.fp8"), (80, "int4.channel16.clip0.7"),
+    (64, "int1.5.token64.ternary_in_2bit.fp8"), (64, "int4.channel32.fp8"), (80, "int4.channel16.clip0.7"),
     (128, "int1.channel32"), (128, "int1.token128.fp8"), (128, "int3.token128"),
     (80, "int3.token40"), (96, "int3.channel16"),
 ])  # fmt: skip
 def test_head_dims(dim, codec):
     """Among them groups of channels that divide no run of words."""
-    plan = f"{codec}/window=9,flush=32"
+    plan = f"{codec}/window=9,pack_every=32"
     x = special(keys_like(1, 2, 100, dim, torch.float16))
     got, expected = pack.pack(x, plan), torch.ops.kvpass.pack(x, plan)
     assert_same(got, expected, plan)
@@ -69,17 +69,17 @@ def test_head_dims(dim, codec):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "plan", ["int4.channel32/window=0,flush=128", "int2.token24/window=9,flush=2"]
+    "plan", ["int4.channel32/window=0,pack_every=128", "int2.token24/window=9,pack_every=2"]
 )
 def test_pack_in_other_dtypes_and_head_dims(plan, dtype):
     x = special(keys_like(2, 1, 140, 96 if "token24" not in plan else 192, dtype))
-    assert pack.supports(x, plan) is None
+    assert pack.unsupported_reason(x, plan) is None
     assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
 
 
 def test_pack_of_a_transposed_view():
     x = keys_like(1, 150, 2, 64, torch.float16).transpose(1, 2)
-    plan = "int4.channel32/window=0,flush=128"
+    plan = "int4.channel32/window=0,pack_every=128"
     assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
 
 
@@ -96,7 +96,7 @@ def test_rounding_to_fp8():
     x = torch.zeros(1, 1, near.shape[0], 64)
     x[..., :16] = x[..., 32:48] = near
     x[..., 20:21] = x[..., 40:41] = 3 * near.abs()
-    plan = "int2.token16.fp8/window=0,flush=1"
+    plan = "int2.token16.fp8/window=0,pack_every=1"
     assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
 
 
@@ -112,7 +112,7 @@ def test_random_steps(plan):
         if int(expected[-1][0, -1]) + n > 256:
             break
         new = special(keys_like(1, 1, n, 64, torch.float16, step))
-        assert append.supports(got, new, plan) is None
+        assert append.unsupported_reason(got, new, plan) is None
         torch.ops.kvpass.append(expected, new, plan)
         append.append(got, new, plan)
         assert_same(got, expected, plan)
@@ -120,26 +120,26 @@ def test_random_steps(plan):
 
 @pytest.mark.parametrize(("plan", "dim", "rope", "batch"), [
     ("fp", 64, "halves0-64", 2),
-    ("int2.channel32/window=0,flush=128", 64, "halves0-64", 1),
-    ("int4.token20/window=5,flush=7", 80, "halves10-50", 2),
-    ("int2.token64.fp8/sinks=5,window=4,flush=3", 64, "neighbours8-40", 2),
-    ("int4.token128/window=4,flush=3", 64, "halves0-16", 1),
+    ("int2.channel32/window=0,pack_every=128", 64, "halves0-64", 1),
+    ("int4.token20/window=5,pack_every=7", 80, "halves10-50", 2),
+    ("int2.token64.fp8/sinks=5,window=4,pack_every=3", 64, "neighbours8-40", 2),
+    ("int4.token128/window=4,pack_every=3", 64, "halves0-16", 1),
 ])  # fmt: skip
-def test_keys_are_turned(plan, dim, rope, batch):
+def test_keys_are_rotated(plan, dim, rope, batch):
     """Without padding, with it, and where heads are encoded together."""
     expected = torch.ops.kvpass.pack(keys_like(2, 2, 3, dim, torch.float16), plan)
     got = [t.clone() for t in expected]
     for step, n in enumerate((1, 3, 1)):
         new = keys_like(2, n, 2, dim, torch.float16, step).transpose(1, 2)
         rows = keys_like(batch, 1, n, Rope.parse(rope).channels, torch.float32, 9 + step)[:, 0]
-        assert append.supports(got, new, plan, rows, rope) is None
+        assert append.unsupported_reason(got, new, plan, rows, rope) is None
         torch.ops.kvpass.append(expected, new, plan, rows, rope)
         append.append(got, new, plan, rows, rope)
         assert_same(got, expected, plan)
 
 
 def test_append_to_several_sequences_and_heads():
-    plan = "int2.token32/window=4,flush=3"
+    plan = "int2.token32/window=4,pack_every=3"
     x = keys_like(2, 3, 20, 64, torch.bfloat16)
     expected = torch.ops.kvpass.pack(x, plan)
     got = [t.clone() for t in expected]

@@ -20,7 +20,7 @@ FORMATS = [
     ("int2.channel32.fp8", 64),
     ("int8.token32.fp8", 64),
     ("int1.channel32", 128),
-    ("int1.5.token128.slots.fp8", 128),
+    ("int1.5.token128.ternary_in_2bit.fp8", 128),
     ("int3.channel32", 128),
     ("int3.token32", 96),
     ("int3.token64", 256),
@@ -39,8 +39,8 @@ FORMATS = [
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def plan_of(codec, window=0, flush=128):
-    return codec if codec == "fp" else f"{codec}/window={window},flush={flush}"
+def plan_of(codec, window=0, pack_every=128):
+    return codec if codec == "fp" else f"{codec}/window={window},pack_every={pack_every}"
 
 
 def state_of(plan, tokens, dim, dtype=torch.float16, *, batch=1, heads=2, steps=()):
@@ -57,7 +57,7 @@ def state_of(plan, tokens, dim, dtype=torch.float16, *, batch=1, heads=2, steps=
 
 def unpacked(state, tokens, plan, dtype):
     """What the kernel writes into poisoned memory."""
-    assert unpack.supports(state, tokens, plan, dtype) is None
+    assert unpack.unsupported_reason(state, tokens, plan, dtype) is None
     with poisoned():
         return unpack.unpack(state, tokens, plan, dtype)
 
@@ -102,15 +102,15 @@ def test_lengths(codec, tokens):
     check(state_of(plan, tokens, 64, heads=1), plan, torch.float16)
 
 
-@pytest.mark.parametrize("flush", [1, 3])
+@pytest.mark.parametrize("pack_every", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 20, 64, 130])
-def test_token_groups_pack_any_number_of_tokens(tokens, flush):
-    plan = plan_of("int4.token32", 0, flush)
+def test_token_groups_pack_any_number_of_tokens(tokens, pack_every):
+    plan = plan_of("int4.token32", 0, pack_every)
     check(state_of(plan, tokens, 64, steps=(1, 16)), plan, torch.float16)
 
 
 @pytest.mark.parametrize(
-    "plan", ["int2.channel32/window=0,flush=32", "int4.token32/window=5,flush=7"]
+    "plan", ["int2.channel32/window=0,pack_every=32", "int4.token32/window=5,pack_every=7"]
 )
 def test_the_ring_goes_around(plan):
     state = state_of(plan, 40, 64, heads=1)
@@ -144,6 +144,6 @@ def test_sequences_of_different_lengths(codec):
 
 def test_another_dtype_is_declined():
     plan = plan_of("int4.channel32")
-    assert unpack.supports(state_of(plan, 10, 64), 10, plan, torch.float32) == (
+    assert unpack.unsupported_reason(state_of(plan, 10, 64), 10, plan, torch.float32) == (
         "tokens are wanted as torch.float32, those of the cache are torch.float16"
     )

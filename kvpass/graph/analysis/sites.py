@@ -28,7 +28,7 @@ class Sites:
         attentions: the attentions over updated keys and values.
         roles: what the attentions over each cat read it as, and the first of them.
         misses: attentions that read an update but are in no known form.
-        strange: cache updates in no known form, with the reason.
+        unrecognized: cache updates in no known form, with the reason.
         slices: the cat of each slice that attention reads in its place: what a sliding window
             leaves visible of a cache that keeps more, or the first prompt in a static one.
         statics: writes into static caches, by node, or why one is in no known form.
@@ -38,7 +38,7 @@ class Sites:
     attentions: list[AttentionSite] = field(default_factory=list)
     roles: dict[Node, tuple[Role, AttentionSite]] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
-    strange: dict[Node, Miss] = field(default_factory=dict)
+    unrecognized: dict[Node, Miss] = field(default_factory=dict)
     slices: dict[Node, Node] = field(default_factory=dict)
     statics: dict[Node, StaticUpdate | Miss] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ def find_sites(graph: Graph) -> Sites:
     for node in graph.output_node().all_input_nodes:
         update = cache_update(node)
         if isinstance(update, Miss):
-            sites.strange[node] = update
+            sites.unrecognized[node] = update
         elif update is not None:
             update, slices = recorded(update)
             sites.updates[update.cat] = update

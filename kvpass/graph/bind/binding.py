@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import Size
-from kvpass.cocktail.placement import Levels
+from kvpass.cocktail.placement import ChunkFormat
 from kvpass.folding import Fold
 from kvpass.format.order import ChannelOrder
 from kvpass.format.tensor_plan import TensorPlan
@@ -59,7 +59,7 @@ class ChunkStep:
         pasts: the arguments that are extended; none in a first prompt.
     """
 
-    levels: Levels
+    levels: ChunkFormat
     batch: Size
     new: Size
     device: torch.device

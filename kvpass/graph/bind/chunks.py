@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from kvpass._torch import Size, derived_source, fresh_size, same_size, symbol_positions
-from kvpass.cocktail.placement import Levels
+from kvpass.cocktail.placement import ChunkFormat
 from kvpass.errors import PlanError
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.graph.bind.binding import ChunkStep
@@ -52,7 +52,7 @@ class ChunkBinder:
         """
         example = new.meta["example_value"]
         if not self._slots:
-            self._new, levels = example, Levels.of(self._plans)
+            self._new, levels = example, ChunkFormat.of(self._plans)
             count = len(levels.chunk_bits)
             self._slots = [self._argument(i, example, levels.tile) for i in range(count)]
             self.examples = tuple(n.meta["example_value"] for n in self._slots)
@@ -83,7 +83,7 @@ class ChunkBinder:
             return None
         shape = self._new.shape
         return ChunkStep(
-            Levels.of(self._plans),
+            ChunkFormat.of(self._plans),
             Size(shape[0], self._symbols),
             Size(shape[2], self._symbols),
             self._new.device,

@@ -72,7 +72,7 @@ class RotaryBinder:
         rows = _rows(node)
         p = parse_plan(plan)
         # All that the op asks of a plan.
-        key = (rows, p.keep, p.residency.flush, p.tile)
+        key = (rows, p.window_size, p.retention.pack_every, p.tile)
         if key not in self._packed:
             self._packed[key] = add_call(self._graph, ops.pack_rotary.default, rows, plan)
         return self._packed[key]

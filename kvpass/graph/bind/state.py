@@ -173,8 +173,8 @@ class _Binder:
         layout, own = self.plans[node].layout, self._own(past)
         if self.plans[node].rope is not None:
             self.rotary.append(node, ends=own[layout.names.index("segment_ends")])
-        turned = () if call.rope is None else (self.rotary.kept(node), call.rope)
-        add_call(self.graph, op_of(self.plans[node], "append"), own, new, call.plan, *turned)
+        rotated = () if call.rope is None else (self.rotary.kept(node), call.rope)
+        add_call(self.graph, op_of(self.plans[node], "append"), own, new, call.plan, *rotated)
         self.state[node] = self.state[past]
 
     def _own(self, packed: Node) -> list[Node]:
@@ -218,7 +218,7 @@ class _Binder:
     def _stored(self, node: Node) -> TensorPlan:
         """The plan by which the first prompt of an ``append`` is packed."""
         whole = AppendCall.at(node).whole
-        return replace(self.plans[node], keep=None) if whole else self.plans[node]
+        return replace(self.plans[node], window_size=None) if whole else self.plans[node]
 
     def _attention(self, node: Node) -> None:
         call = AttentionCall.at(node)

@@ -1,0 +1,1 @@
+"""Orders of channels: put beside the cache, then pushed into weights."""

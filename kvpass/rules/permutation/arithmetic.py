@@ -14,8 +14,8 @@ from kvpass.graph.orders import permuted
 from kvpass.graph.pattern import Miss, argument, op_name
 from kvpass.rules.permutation.base import (
     Moved,
-    Push,
-    Sink,
+    PushDown,
+    PushUp,
     changed_miss,
     dim_miss,
     folded,
@@ -30,11 +30,11 @@ _BINARY = {"add", "div", "mul", "sub"}
 
 
 # P(f(x)) = f(P(x)),  where f does the same to every channel: casts, copies, x * 2
-class Elementwise(Push, Sink):
+class Elementwise(PushUp, PushDown):
     """Through what does the same to every channel."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         source = _operand(x)
         if not isinstance(source, Node):
             return source
@@ -45,7 +45,7 @@ class Elementwise(Push, Sink):
         return [] if moved is source else [moved]
 
     def down(self, reader: Node, permute: Node, index: Tensor) -> Moved:
-        """See `Sink.down`."""
+        """See `PushDown.down`."""
         source = _operand(reader)
         return sunk(reader, permute, index) if isinstance(source, Node) else source
 
@@ -67,12 +67,12 @@ def _operand(node: Node) -> Node | Miss | None:
 
 # P(x * r) = P(x) * r,     where r is the same for all channels
 # P(x * w) = P(x) * P(w),  where w is a parameter
-class Scaled(Push):
+class Scaled(PushUp):
     """Through a factor (or term) per token or head, or one per channel that is a parameter:
     the two halves of a norm."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         pair = operands(x) if op_name(x) in _BINARY else ()
         if len(pair) != 2 or not all(isinstance(value, Node) for value in pair):
             return None

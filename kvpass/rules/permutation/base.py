@@ -19,7 +19,7 @@ from kvpass.ops import logical
 Moved = list[Node] | Miss | None
 
 
-class Push(ABC):
+class PushUp(ABC):
     """An identity that moves a permutation up to what computes its input. Subclasses state theirs
     in a comment above the class; ``P`` is a permutation of the last dimension."""
 
@@ -34,7 +34,7 @@ class Push(ABC):
         """
 
 
-class Sink(ABC):
+class PushDown(ABC):
     """An identity that moves a permutation down, behind the only operation that reads it."""
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Sink(ABC):
         """Lets ``reader`` read ``x`` instead of ``permute``, which is ``permute(x, index)``.
 
         Returns:
-            As `Push.up`; the permutations are of ``reader``.
+            As `PushUp.up`; the permutations are of ``reader``.
         """
 
 

@@ -12,12 +12,12 @@ from kvpass.graph.orders import index_of, is_identity, is_permutation
 from kvpass.graph.pattern import Captures, Miss, op_name
 from kvpass.rules.base import Context, Rule
 from kvpass.rules.permutation.arithmetic import Elementwise, Scaled
-from kvpass.rules.permutation.base import Moved, Push, Sink, shape_of
+from kvpass.rules.permutation.base import Moved, PushDown, PushUp, shape_of
 from kvpass.rules.permutation.rotary import Rotary
 from kvpass.rules.permutation.views import Cat, Compose, Reshape, Slice, Transpose, unmoved
 from kvpass.rules.permutation.weights import Linear
 
-UP: tuple[Push, ...] = (
+UP: tuple[PushUp, ...] = (
     Compose(),
     Elementwise(),
     Transpose(),
@@ -28,7 +28,7 @@ UP: tuple[Push, ...] = (
     Scaled(),
     Linear(),
 )
-DOWN: tuple[Sink, ...] = (Elementwise(), Transpose(), Reshape(), Linear())
+DOWN: tuple[PushDown, ...] = (Elementwise(), Transpose(), Reshape(), Linear())
 
 
 # For every f in `kvpass.rules.pushes`.

@@ -15,7 +15,7 @@ from kvpass.graph.orders import permuted
 from kvpass.graph.pattern import Miss, argument, op_name
 from kvpass.rules.permutation.base import (
     Moved,
-    Push,
+    PushUp,
     alone,
     changed_miss,
     is_last,
@@ -27,7 +27,7 @@ from kvpass.rules.permutation.views import last_slice
 
 @dataclass(frozen=True)
 class Rotation:
-    """``x * cos + turned * sin``; ``inner`` are the nodes between ``x`` and ``turned``."""
+    """``x * cos + rotated * sin``; ``inner`` are the nodes between ``x`` and ``rotated``."""
 
     x: Node
     cos: Node
@@ -41,11 +41,11 @@ class Rotation:
 #
 # where turn(x) is cat(-x[D/2:], x[:D/2]) and P keeps the pairs (i, i + D/2) and their order, or
 # turn(x) makes (-b, a) of the neighbours (a, b), and P keeps the pairs (2i, 2i + 1) and theirs.
-class Rotary(Push):
+class Rotary(PushUp):
     """Through a rotary embedding, whose cosines and sines are permuted by the pairs' order."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         found = rotation(x)
         if found is None:
             return None
@@ -112,8 +112,8 @@ def rotation(x: Node) -> tuple[Rotation, bool] | None:
     for by_cos, by_sin in (operands(x), operands(x)[::-1]):
         if op_name(by_cos) != "mul" or op_name(by_sin) != "mul":
             continue
-        for turned, sin in (operands(by_sin), operands(by_sin)[::-1]):
-            found = _turned(turned)
+        for rotated, sin in (operands(by_sin), operands(by_sin)[::-1]):
+            found = _rotated(rotated)
             if found is None or not isinstance(sin, Node):
                 continue
             source, inner, halves = found
@@ -123,8 +123,8 @@ def rotation(x: Node) -> tuple[Rotation, bool] | None:
     return None
 
 
-def _turned(node: Any) -> tuple[Node, tuple[Node, ...], bool] | None:
-    """``x``, what lies between, and whether halves are turned, if ``node`` is ``turn(x)``."""
+def _rotated(node: Any) -> tuple[Node, tuple[Node, ...], bool] | None:
+    """``x``, what lies between, and whether halves are rotated, if ``node`` is ``turn(x)``."""
     halves = op_name(node) == "cat"
     joined = node if halves or op_name(node) != "reshape" else node.args[0]
     if op_name(joined) not in ("cat", "stack") or not joins_last(joined):

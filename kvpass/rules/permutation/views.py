@@ -22,15 +22,15 @@ from kvpass.graph.orders import (
     permuted,
 )
 from kvpass.graph.pattern import Miss, argument, op_name
-from kvpass.rules.permutation.base import Moved, Push, Sink, changed_miss, is_last, shape_of
+from kvpass.rules.permutation.base import Moved, PushDown, PushUp, changed_miss, is_last, shape_of
 
 
 # P(Q(x)) = (P o Q)(x)
-class Compose(Push):
+class Compose(PushUp):
     """Two permutations are one, or none."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         if not is_permutation(x):
             return None
         device = x.meta["example_value"].device
@@ -39,11 +39,11 @@ class Compose(Push):
 
 
 # P(transpose(x)) = transpose(P'(x)),  where P' is P with its own dimensions transposed likewise
-class Transpose(Push, Sink):
+class Transpose(PushUp, PushDown):
     """Through a change of the dimensions' order that leaves the last one in place."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         dims = _order_of_dims(x)
         if not dims or dims[-1] != len(dims) - 1:
             return Miss("the channels are transposed", x) if dims else None
@@ -56,7 +56,7 @@ class Transpose(Push, Sink):
         return _new(moved, source)
 
     def down(self, reader: Node, permute: Node, index: Tensor) -> Moved:
-        """See `Sink.down`."""
+        """See `PushDown.down`."""
         dims = _order_of_dims(reader)
         if not dims or dims[-1] != len(dims) - 1:
             return Miss("the channels are transposed", reader) if dims else None
@@ -64,12 +64,12 @@ class Transpose(Push, Sink):
 
 
 # P(reshape(x, [..., a, b])) = reshape(P'(x), [..., a, b]),  P' on a * b channels doing what P does
-class Reshape(Push, Sink):
+class Reshape(PushUp, PushDown):
     """Through a view that splits the channels into heads (up), or joins them (down), or leaves
     them as they are."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         if op_name(x) != "reshape":
             return None
         (source, *_) = x.all_input_nodes
@@ -83,7 +83,7 @@ class Reshape(Push, Sink):
         return _new(new, source)
 
     def down(self, reader: Node, permute: Node, index: Tensor) -> Moved:
-        """See `Sink.down`."""
+        """See `PushDown.down`."""
         if op_name(reader) != "reshape":
             return None
         moved = _through(shape_of(reader), shape_of(permute), index)
@@ -93,11 +93,11 @@ class Reshape(Push, Sink):
 
 
 # P(x[..., a:b]) = P'(x)[..., a:b],  where P' is P on the channels a ... b and moves no others
-class Slice(Push):
+class Slice(PushUp):
     """Through a choice of channels: ``x[..., a:b]``, ``chunk`` or ``split``."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         if op_name(x) != "getitem":
             return None
         found = chosen_channels(x)
@@ -124,11 +124,11 @@ class Slice(Push):
 
 # P(cat([a, b], -1)) = cat([P1(a), P2(b)], -1),  where P is P1 on the channels of a and P2 on b's
 # P(cat([a, b], d))  = cat([P(a), P(b)], d),     for other dimensions d that P does not depend on
-class Cat(Push):
+class Cat(PushUp):
     """Through what joins channels, as partial rotary embeddings do, or tokens."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         if op_name(x) != "cat":
             return None
         tensors, dim = argument(x, "tensors"), argument(x, "dim")

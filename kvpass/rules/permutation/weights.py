@@ -9,8 +9,8 @@ from kvpass.graph.orders import flat, inverse
 from kvpass.graph.pattern import Miss, argument, op_name
 from kvpass.rules.permutation.base import (
     Moved,
-    Push,
-    Sink,
+    PushDown,
+    PushUp,
     dim_miss,
     folded,
     replace_argument,
@@ -25,11 +25,11 @@ _LAYERS = {"linear": ("input", "weight", "bias", 0), "addmm": ("mat1", "mat2", "
 # P(x @ W + b)     = x @ P(W) + P(b),           P on the columns of W:    addmm
 # P(x) @ W.T + b   = x @ (P^-1(W)).T + b,       P^-1 on the columns of W: linear
 # P(x) @ W + b     = x @ P^-1(W) + b,           P^-1 on the rows of W:    addmm
-class Linear(Push, Sink):
+class Linear(PushUp, PushDown):
     """Into the weight, and the bias, of the layer that computes the channels or reads them."""
 
     def up(self, x: Node, index: Tensor) -> Moved:
-        """See `Push.up`."""
+        """See `PushUp.up`."""
         if op_name(x) not in _LAYERS:
             return None
         _, weight_name, bias_name, dim = _LAYERS[op_name(x)]
@@ -47,7 +47,7 @@ class Linear(Push, Sink):
         return []
 
     def down(self, reader: Node, permute: Node, index: Tensor) -> Moved:
-        """See `Sink.down`."""
+        """See `PushDown.down`."""
         if op_name(reader) not in _LAYERS:
             return None
         input_name, weight_name, _, dim = _LAYERS[op_name(reader)]

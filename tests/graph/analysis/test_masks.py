@@ -101,7 +101,7 @@ def test_bounds_of_a_static_cache_are_the_mask(operator, shift, more, padded, n,
 
 KNOWN = {
     "causal": ("k <= i", (True, 0, 0)),
-    "turned": ("i >= k", (True, 0, 0)),
+    "rotated": ("i >= k", (True, 0, 0)),
     "strict": ("k < i + 1", (True, 0, 0)),
     "hidden": ("~(k > i)", (True, 0, 0)),
     "difference": ("i - k >= 0", (True, 0, 0)),

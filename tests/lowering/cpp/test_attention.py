@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from lowering.cpp.attention import attention, supports
+from lowering.cpp.attention import attention, unsupported_reason
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
@@ -22,7 +22,7 @@ states = partial(kernel_reference.states, heads=2, batch=2, dtype=torch.float32)
 
 def check(plans, keys, values, q, mask=None, **variant):
     arguments = (q, keys, values, mask, q.shape[3] ** -0.5, *plans)
-    assert supports(*arguments, **variant) is None
+    assert unsupported_reason(*arguments, **variant) is None
     got = attention(*arguments, **variant)
     assert got.dtype == q.dtype
     error = relative_error(got, dense_attention(*arguments, **variant))
@@ -45,19 +45,28 @@ def test_every_kind_of_length(plans, lanes):
 
 
 CODECS = [
-    ("int8.channel64/window=16,flush=64", "int2.token64/window=0,flush=1"),
-    ("int2.channel48/window=32,flush=48", "int8.token32/window=8,flush=16"),
-    ("int4.token32/window=40,flush=1", "int4.token64/window=8,flush=4"),
-    ("int8.token64/window=5,flush=3", "fp"),
-    ("fp", "int2.token32/window=64,flush=8"),
-    ("int2.token32.fp8.clip0.92/window=32,flush=1", "int1.token64/window=32,flush=1"),
-    ("int1.channel32.fp8/window=0,flush=64", "int1.5.token32.slots.fp8/window=32,flush=1"),
-    ("int3.channel24/window=0,flush=48", "int3.token64.fp8/window=32,flush=1"),
-    ("int3.token32.fp8/window=32,flush=1", "int2.token32/window=16,flush=1"),
-    ("int1.5.token32.fp8/window=32,flush=1", "int1.5.token64/window=32,flush=1"),
-    ("int1.5.channel24/window=0,flush=48", "int1.5.token16/window=0,flush=1"),
-    ("int2.token32.pairs.fp8/window=32,flush=1", "int4.token16.pairs/window=16,flush=1"),
-    ("int3x11.channel24/window=0,flush=48", "int3x11.token16.fp8/window=32,flush=1"),
+    ("int8.channel64/window=16,pack_every=64", "int2.token64/window=0,pack_every=1"),
+    ("int2.channel48/window=32,pack_every=48", "int8.token32/window=8,pack_every=16"),
+    ("int4.token32/window=40,pack_every=1", "int4.token64/window=8,pack_every=4"),
+    ("int8.token64/window=5,pack_every=3", "fp"),
+    ("fp", "int2.token32/window=64,pack_every=8"),
+    ("int2.token32.fp8.clip0.92/window=32,pack_every=1", "int1.token64/window=32,pack_every=1"),
+    (
+        "int1.channel32.fp8/window=0,pack_every=64",
+        "int1.5.token32.ternary_in_2bit.fp8/window=32,pack_every=1",
+    ),
+    ("int3.channel24/window=0,pack_every=48", "int3.token64.fp8/window=32,pack_every=1"),
+    ("int3.token32.fp8/window=32,pack_every=1", "int2.token32/window=16,pack_every=1"),
+    ("int1.5.token32.fp8/window=32,pack_every=1", "int1.5.token64/window=32,pack_every=1"),
+    ("int1.5.channel24/window=0,pack_every=48", "int1.5.token16/window=0,pack_every=1"),
+    (
+        "int2.token32.half_split.fp8/window=32,pack_every=1",
+        "int4.token16.half_split/window=16,pack_every=1",
+    ),
+    (
+        "int3.channel24.pack11/window=0,pack_every=48",
+        "int3.token16.fp8.pack11/window=32,pack_every=1",
+    ),
 ]
 
 
@@ -102,10 +111,10 @@ def test_dtypes(plans, dtype):
 @pytest.mark.parametrize(
     "plans",
     [
-        ("int1.5.token20.fp8/window=32,flush=1", "int1.5.token40/window=32,flush=1"),
-        ("int3.channel24/window=0,flush=48", "int3.token16.fp8/window=32,flush=1"),
-        ("int8.token40/window=5,flush=3", "fp"),
-        ("fp", "int4.token80/window=64,flush=8"),
+        ("int1.5.token20.fp8/window=32,pack_every=1", "int1.5.token40/window=32,pack_every=1"),
+        ("int3.channel24/window=0,pack_every=48", "int3.token16.fp8/window=32,pack_every=1"),
+        ("int8.token40/window=5,pack_every=3", "fp"),
+        ("fp", "int4.token80/window=64,pack_every=8"),
     ],
     ids=str,
 )
@@ -212,7 +221,7 @@ def test_tokens_that_a_mask_hides_from_all_are_not_read():
 
 
 def test_a_static_cache_has_a_mask_for_its_whole_buffer():
-    plans = tuple(f"{plan}/keep=639/room=640" for plan in kivi(4))
+    plans = tuple(f"{plan}/window_size=639/room=640" for plan in kivi(4))
     mask = torch.zeros(2, 1, 3, 640, dtype=torch.bool)
     mask[..., 20:300] = True
     check(plans, *states(plans, LENGTH), query(8, 3, 64), mask, causal=True)
@@ -242,7 +251,7 @@ def with_sinks(plans, count):
 
 SINKS = [
     with_sinks(kivi(2), 5),
-    with_sinks(("int2.token32.fp8.clip0.92/window=32,flush=1",) * 2, 4),
+    with_sinks(("int2.token32.fp8.clip0.92/window=32,pack_every=1",) * 2, 4),
     ("fp", with_sinks(kivi(4), 150)[1]),
 ]
 
@@ -276,7 +285,7 @@ def test_what_is_declined():
     by_channel = states((plans[0], plans[0]), 40)
 
     def reason(q=q, keys=keys, values=values, mask=None, plans=plans):
-        return supports(q, keys, values, mask, 1.0, *plans)
+        return unsupported_reason(q, keys, values, mask, 1.0, *plans)
 
     assert reason() is None
     assert reason(q=q.bfloat16()) == (
@@ -285,7 +294,7 @@ def test_what_is_declined():
     assert reason(mask=torch.zeros(1, dtype=torch.int64)) == "the mask is torch.int64"
     assert reason(keys=[t.transpose(0, 1) for t in keys]) == "codes is not contiguous"
     assert reason(values=by_channel[1], plans=(plans[0],) * 2).endswith("groups along tokens")
-    other = (f"{plans[0]}/keep=100", f"{plans[1]}/keep=101")
+    other = (f"{plans[0]}/window_size=100", f"{plans[1]}/window_size=101")
     assert reason(plans=other) == (
         f"keys {other[0]} and values {other[1]} do not keep the same tokens"
     )
@@ -293,7 +302,7 @@ def test_what_is_declined():
     assert reason(keys=states(apart, 40)[0], plans=apart) == (
         f"keys {apart[0]} and values {apart[1]} do not have the same sinks"
     )
-    small = (plans[0], "int2.token2/window=0,flush=1")
+    small = (plans[0], "int2.token2/window=0,pack_every=1")
     assert reason(values=states(small, 40)[1], plans=small).startswith(
         "groups of 2 channels are too small for"
     )

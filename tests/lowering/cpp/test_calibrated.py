@@ -12,7 +12,7 @@ import lowering.cpp.pack
 from kvpass.format.parse import parse_plan
 from kvpass.format.quantize import offline_params, split_outliers
 from kvpass.tensor.packed import PackedKV
-from lowering.cpp.attention import attention, supports
+from lowering.cpp.attention import attention, unsupported_reason
 from tests.calibrated import ENCODED, PLANS, same_state, states_of
 from tests.lowering.cpp.test_attention import query
 from tests.tolerances import CPP_ATTENTION
@@ -24,7 +24,7 @@ ops = torch.ops.kvpass
 def check(plans: tuple[str, str], tokens: int, q: torch.Tensor, batch: int = 1) -> None:
     keys, values = states_of(plans, tokens, q.dtype, batch)
     arguments = (q, keys, values, None, 0.125, *plans)
-    assert supports(*arguments) is None
+    assert unsupported_reason(*arguments) is None
     error = relative_error(attention(*arguments), dense_attention(*arguments))
     assert error <= CPP_ATTENTION[q.dtype], error
 
@@ -57,9 +57,9 @@ def test_encoding_is_the_references(plan: str, dtype: torch.dtype) -> None:
     cpp, p = torch.ops.kvpass_cpp, parse_plan(plan)
     x = keys_like(2, 2, 400, 64, dtype, 3)
     low, high = x.float().amin((0, 2)) * 0.8, x.float().amax((0, 2)) * 0.8
-    ranges = offline_params(p.codec, low, high) if p.codec.offline else None
+    ranges = offline_params(p.codec, low, high) if p.codec.static_ranges else None
     parts = x.split([130, 1, 1, 5, 16, 1, 100, 1, 145], dim=2)
-    assert lowering.cpp.pack.supports(parts[0], plan, ranges) is None
+    assert lowering.cpp.pack.unsupported_reason(parts[0], plan, ranges) is None
     got, wanted = (op(parts[0], plan, ranges) for op in (cpp.pack, ops.pack))
     same_state(got, wanted, plan)
     room = p.capacity(400)
@@ -68,7 +68,7 @@ def test_encoding_is_the_references(plan: str, dtype: torch.dtype) -> None:
         handle.grow("capacity", room)
         state[:] = handle.state
     for part in parts[1:]:
-        assert lowering.cpp.append.supports(got, part, plan) is None
+        assert lowering.cpp.append.unsupported_reason(got, part, plan) is None
         cpp.append(got, part, plan)
         ops.append(wanted, part, plan)
         same_state(got, wanted, plan)

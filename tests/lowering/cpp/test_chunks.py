@@ -60,7 +60,7 @@ def test_attention(
     wide = [[t.double() if t.dtype == dtype else t for t in s] for s in (keys, values)]
     for variant in ((None, queries > 1, 0, 0.0), (sinks, queries > 1, 0, 20.0)):
         arguments = (mask, dim**-0.5, KEYS, VALUES, *variant)
-        assert chunks.supports_attention(q, keys, values, *arguments) is None
+        assert chunks.unsupported_attention(q, keys, values, *arguments) is None
         got = chunks.attention_chunks(q, keys, values, *arguments).double()
         wanted = ops.attention_chunks(q.double(), *wide, *arguments)
         assert ((got - wanted).norm() / wanted.norm()).item() <= CPP_ATTENTION[dtype]
@@ -74,10 +74,10 @@ def test_prompts_and_steps(plan: str) -> None:
     with use(any_bits(2, PROMPT, 4)):
         handle = logical.reorder_chunks(None, first, plan)
     slots = [getattr(handle, name).view(2, -1, p.tile) for name in p.chunk_positions]
-    assert chunks.supports_reorder(first, slots, plan) is None
+    assert chunks.unsupported_reorder(first, slots, plan) is None
     same(chunks.reorder_chunks(first, slots, plan), handle.own)
     ours, theirs = handle.clone(), handle.clone()
-    assert chunks.supports_append(ours.own, step, plan) is None
+    assert chunks.unsupported_append(ours.own, step, plan) is None
     chunks.append_chunks(ours.own, step, plan)
     ops.append_chunks(theirs.own, step, plan)
     same(ours.own, theirs.own)
@@ -96,7 +96,7 @@ def test_declined() -> None:
             states.append((logical.reorder_chunks(None, x, plan).state, plan))
     (odd, exact), (even, values) = states
     q = torch.zeros(1, 2, 1, 32)
-    reason = chunks.supports_attention(q, odd, odd, None, 1.0, exact, exact)
+    reason = chunks.unsupported_attention(q, odd, odd, None, 1.0, exact, exact)
     assert reason == f"a level of {exact} and {exact} is stored as it is"
-    reason = chunks.supports_attention(q, even, even, None, 1.0, values, values, None, False, 8)
+    reason = chunks.unsupported_attention(q, even, even, None, 1.0, values, values, None, False, 8)
     assert reason == "a window of 8 tokens that lie in the order of their bits"

@@ -19,24 +19,24 @@ from tests.triton_templates.kernel_reference import keys_like, poison, written
 
 PLANS = (
     "fp",
-    "int2.channel32/window=0,flush=128",
-    "int4.channel32/window=40,flush=64",
-    "int8.channel24/window=0,flush=24",
-    "int2.token16/window=128,flush=1",
-    "int4.token40/window=0,flush=5",
-    "int8.token80/window=7,flush=2",
-    "int2.token16.fp8.clip0.92/window=7,flush=2",
-    "int1.channel32.clip0.5/window=0,flush=64",
-    "int1.5.channel24.slots.fp8/window=0,flush=24",
-    "int1.5.token20.fp8.clip0.92/window=7,flush=2",
-    "int1.5.channel24/window=0,flush=24",
-    "int3.channel32/window=0,flush=128",
-    "int3.token40.fp8.clip0.92/window=7,flush=2",
-    "int2.token16.fp8.clip0.92,1.0,0.5,0.7,0.8,0.9,0.6,1.0,0.95,0.55/sinks=5,window=7,flush=2",
-    "int4.channel24/sinks=50,window=3,flush=24",
-    "int2.token16.pairs.fp8/window=7,flush=1",
-    "int3x11.channel24/window=0,flush=24",
-    "int3x11.token40.fp8.clip0.92/window=7,flush=2",
+    "int2.channel32/window=0,pack_every=128",
+    "int4.channel32/window=40,pack_every=64",
+    "int8.channel24/window=0,pack_every=24",
+    "int2.token16/window=128,pack_every=1",
+    "int4.token40/window=0,pack_every=5",
+    "int8.token80/window=7,pack_every=2",
+    "int2.token16.fp8.clip0.92/window=7,pack_every=2",
+    "int1.channel32.clip0.5/window=0,pack_every=64",
+    "int1.5.channel24.ternary_in_2bit.fp8/window=0,pack_every=24",
+    "int1.5.token20.fp8.clip0.92/window=7,pack_every=2",
+    "int1.5.channel24/window=0,pack_every=24",
+    "int3.channel32/window=0,pack_every=128",
+    "int3.token40.fp8.clip0.92/window=7,pack_every=2",
+    "int2.token16.fp8.clip0.92,1.0,0.5,0.7,0.8,0.9,0.6,1.0,0.95,0.55/sinks=5,window=7,pack_every=2",
+    "int4.channel24/sinks=50,window=3,pack_every=24",
+    "int2.token16.half_split.fp8/window=7,pack_every=1",
+    "int3.channel24.pack11/window=0,pack_every=24",
+    "int3.token40.fp8.clip0.92.pack11/window=7,pack_every=2",
 )
 # Of each kind one, for other dtypes and for CPUs with other vectors: every variant is compiled.
 KINDS = ("fp", PLANS[2], PLANS[13], PLANS[14])
@@ -109,18 +109,18 @@ def test_lanes(plan, lanes):
 def check_exact(plan, dtype):
     for tokens in (1, 39, 300, 1100):
         x = tokens_like(tokens, 1, dtype)
-        assert pack.supports(x, plan) is None
+        assert pack.unsupported_reason(x, plan) is None
         got, wanted = pack.pack(x, plan), reference_pack(x, plan)
         same(got, wanted, plan)
     got, wanted = with_room(got, plan, 2000), with_room(wanted, plan, 2000)
     for i, n in enumerate(STEPS):
         new = tokens_like(n, 50 + i, dtype)
-        assert append.supports(got, new, plan) is None
+        assert append.unsupported_reason(got, new, plan) is None
         append.append(got, new, plan)
         reference_append(wanted, new, plan)
         same(got, wanted, plan)
     total = int(got[-1][0, -1])
-    assert unpack.supports(got, total, plan, dtype) is None
+    assert unpack.unsupported_reason(got, total, plan, dtype) is None
     for tokens in (total, total - 3, 1):
         tokens = max(tokens, int(got[-1][0, 0]) if plan != "fp" else 1)
         decoded = unpack.unpack(got, tokens, plan, dtype)
@@ -145,7 +145,7 @@ def test_keys_are_turned_exactly(plan, dtype, rope, wide, batch):
         x = tokens_like(n, 70 + i, dtype)
         rows = randn(batch, n, 2 * Rope.parse(rope).channels, seed=i)
         rows = rows.to(torch.float32 if wide else dtype)[..., : Rope.parse(rope).channels]
-        assert append.supports(got, x, plan, rows, rope) is None
+        assert append.unsupported_reason(got, x, plan, rows, rope) is None
         append.append(got, x, plan, rows, rope)
         reference_append(wanted, x, plan, rows, rope)
         same(got, wanted, plan)
@@ -153,7 +153,7 @@ def test_keys_are_turned_exactly(plan, dtype, rope, wide, batch):
 
 @pytest.mark.parametrize(("bits", "dim"), [(1.5, 16), (1.5, 64), (1.5, 128), ("3x11", 64)])
 def test_the_last_plane_is_not_full(bits, dim):
-    plan = f"int{bits}.token16/window=0,flush=1"
+    plan = f"int{bits}.token16/window=0,pack_every=1"
     x = tokens_like(40, 1, torch.float32, dim)
     got, wanted = pack.pack(x, plan), reference_pack(x, plan)
     same(got, wanted, plan)
@@ -161,7 +161,7 @@ def test_the_last_plane_is_not_full(bits, dim):
     assert_close(decoded, reference_unpack(wanted, 40, plan, torch.float32), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("plan", ["fp", "int4.channel32/window=0,flush=32"])
+@pytest.mark.parametrize("plan", ["fp", "int4.channel32/window=0,pack_every=32"])
 def test_without_room_nothing_is_written(plan):
     x = tokens_like(300, 0, torch.float32)
     state = pack.pack(x, plan)
@@ -183,16 +183,18 @@ def test_extreme_values_saturate_as_in_the_reference():
 def test_what_is_declined():
     x = tokens_like(40, 0, torch.float32)
     state = reference_pack(x, PLANS[1])
-    assert append.supports(state, x.half(), PLANS[1]) == (
+    assert append.unsupported_reason(state, x.half(), PLANS[1]) == (
         "new tokens are torch.float16, those of the cache torch.float32"
     )
-    assert pack.supports(x.double(), PLANS[1]).startswith("torch.float64 is not supported")
-    assert unpack.supports(state, 40, PLANS[1], torch.float16) == (
+    assert pack.unsupported_reason(x.double(), PLANS[1]).startswith(
+        "torch.float64 is not supported"
+    )
+    assert unpack.unsupported_reason(state, 40, PLANS[1], torch.float16) == (
         "tokens are wanted as torch.float16, those of the cache are torch.float32"
     )
-    assert pack.supports(x.to("meta"), PLANS[1]) == "device meta is not a CPU"
+    assert pack.unsupported_reason(x.to("meta"), PLANS[1]) == "device meta is not a CPU"
 
 
 def test_tables_of_levels_are_written_in_calibrated_ranges_only():
-    plan = "nuq2.channel4.table-1.0,-0.2,0.3,1.0/window=0,flush=4"
-    assert "calibrated ranges only" in str(pack.supports(torch.randn(1, 2, 8, 16), plan))
+    plan = "nuq2.channel4.codebook-1.0,-0.2,0.3,1.0/window=0,pack_every=4"
+    assert "calibrated ranges only" in str(pack.unsupported_reason(torch.randn(1, 2, 8, 16), plan))

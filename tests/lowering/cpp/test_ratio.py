@@ -25,13 +25,13 @@ def test_steps_and_prompts(rule):
     sinks = "sinks=5," if "sinks" in rule else ""
     rule = rule.split()[-1]
     plans = (
-        f"int2.channel8/{sinks}window=0,flush=16,{rule}",
-        f"int4.token16/{sinks}window=7,flush=3,{rule}",
+        f"int2.channel8/{sinks}window=0,pack_every=16,{rule}",
+        f"int4.token16/{sinks}window=7,pack_every=3,{rule}",
     )
     got, wanted = [], []
     for seed, plan in enumerate(plans):
         x = keys_like(2, 2, 200, 64, torch.float32, seed)
-        assert pack.supports(x, plan) is None
+        assert pack.unsupported_reason(x, plan) is None
         for handles, function in ((got, pack.pack), (wanted, reference_pack)):
             parsed = parse_plan(plan)
             handles.append(PackedKV(function(x, plan), parsed, 200, torch.float32))
@@ -45,10 +45,10 @@ def test_steps_and_prompts(rule):
                 handles[t] = handles[t].extended(n)
             states = (written(handles[t].state, plan) for handles in (got, wanted))
             assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
-            assert append.supports(got[t].state, new, plan) is None
+            assert append.unsupported_reason(got[t].state, new, plan) is None
         q = keys_like(2, 4, 1, 64, torch.float32, i)
         states = [poison(handle.state, plan) for handle, plan in zip(got, plans, strict=True)]
-        assert attention.supports(q, *states, None, 0.1, *plans) is None
+        assert attention.unsupported_reason(q, *states, None, 0.1, *plans) is None
         answers = attention.attention(q, *states, None, 0.1, *plans)
         expected = reference_attention(q, *(h.state for h in wanted), None, 0.1, *plans)
         assert relative_error(answers, expected) <= 2 * CPP_ATTENTION[torch.float32]

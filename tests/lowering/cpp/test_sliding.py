@@ -33,36 +33,36 @@ LENGTHS = ((5, 1), (150, 16), (900, 1, 1), (900, 16, 3), (30, 1000, 1), (40, *(1
 
 
 def sliding(plans, keep):
-    return tuple(f"{plan}/keep={keep}" for plan in plans)
+    return tuple(f"{plan}/window_size={keep}" for plan in plans)
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         "fp",
-        "int2.channel32/window=0,flush=128",
-        "int8.channel24/window=0,flush=24",
-        "int2.token16/window=128,flush=1",
-        "int4.token40/window=0,flush=5",
+        "int2.channel32/window=0,pack_every=128",
+        "int8.channel24/window=0,pack_every=24",
+        "int2.token16/window=128,pack_every=1",
+        "int4.token40/window=0,pack_every=5",
     ],
 )
 def test_state_is_the_references(plan):
     dtype = torch.float32
     for keep in KEPT:
-        text = f"{plan}/keep={keep}"
+        text = f"{plan}/window_size={keep}"
         for prompt, *steps in LENGTHS:
             x = keys_like(2, 2, prompt, 80, dtype)
             got, wanted = pack.pack(x, text), reference_pack(x, text)
             for i, n in enumerate(steps):
                 new = keys_like(2, 2, n, 80, dtype, i)
-                assert append.supports(got, new, text) is None
+                assert append.unsupported_reason(got, new, text) is None
                 append.append(poison(got, text), new, text)
                 reference_append(wanted, new, text)
                 for a, b in zip(written(got, text), written(wanted, text), strict=True):
                     assert torch.equal(a, b)
             poison(got, text)
             for tokens in (min(keep, int(got[-1][0, -1])), 1):
-                assert unpack.supports(got, tokens, text, dtype) is None
+                assert unpack.unsupported_reason(got, tokens, text, dtype) is None
                 decoded = unpack.unpack(got, tokens, text, dtype)
                 # One rounding where the reference may round a product and a sum.
                 ulp = 2 * torch.finfo(dtype).eps
@@ -74,7 +74,7 @@ def check(plans, keys, values, n, mask=None, dtype=torch.float32, **variant):
     g = torch.Generator().manual_seed(n)
     q = torch.randn(2, n, 8, 64, generator=g).to(dtype).transpose(1, 2)
     arguments = (q, keys, values, mask, 0.125, *plans)
-    assert attention.supports(*arguments, **variant) is None
+    assert attention.unsupported_reason(*arguments, **variant) is None
     got = attention.attention(*arguments, **variant)
     error = relative_error(got, dense_attention(*arguments, **variant))
     assert error <= CPP_ATTENTION[dtype], error
@@ -92,8 +92,8 @@ def test_attention(keep, lanes):
     "plans",
     [
         ("fp", "fp"),
-        ("int4.token32/window=40,flush=1", "int4.token64/window=8,flush=4"),
-        ("int2.channel48/window=32,flush=48", "fp"),
+        ("int4.token32/window=40,pack_every=1", "int4.token64/window=8,pack_every=4"),
+        ("int2.channel48/window=32,pack_every=48", "fp"),
     ],
     ids=str,
 )
@@ -130,18 +130,18 @@ def test_kernels_do_not_depend_on_how_many_tokens_are_kept_or_have_room():
     plan = kivi(2)[0]
     made = [
         tensor_source(plan + kept, 64, torch.float32)
-        for kept in ("/keep=5", "/keep=600", "/keep=8/room=9")
+        for kept in ("/window_size=5", "/window_size=600", "/window_size=8/room=9")
     ]
     assert made[0] == made[1] == made[2]
 
 
 @pytest.mark.parametrize("plan", ["fp", *kivi(2)])
 def test_what_a_static_cache_has_not_written_is_zero(plan):
-    text = f"{plan}/keep=699/room=700"
+    text = f"{plan}/window_size=699/room=700"
     for tokens in (1, 130, 512, 700):
         # All 700 tokens count, as in a step of one token.
         state = poison(reference_pack(keys_like(2, 2, tokens, 64, torch.float32), text), text, 1)
-        assert unpack.supports(state, 700, text, torch.float32) is None
+        assert unpack.unsupported_reason(state, 700, text, torch.float32) is None
         decoded = unpack.unpack(state, 700, text, torch.float32)
         assert not decoded[:, :, tokens:].any()
         assert_close(decoded, reference_unpack(state, 700, text, torch.float32), rtol=0, atol=1e-6)

@@ -17,8 +17,8 @@ from lowering.triton.layer import layer_launches
 
 PRESETS = {
     "fp": ("fp", "fp"),
-    "kivi-2bit": ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
-    "kivi-4bit": ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
+    "kivi-2bit": ("int2.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"),
+    "kivi-4bit": ("int4.channel32/window=0,pack_every=128", "int4.token32/window=128,pack_every=1"),
 }
 # (More of attention: test_gates.py; other head dimensions: below, and in test_tuning.py.)
 TARGETS = {"fp": 90, "kivi-4bit": 80}
@@ -27,7 +27,7 @@ MOST_REGISTERS = 255
 
 
 # What a layer with a sliding window, a cap and sinks needs beside its `PRESETS`.
-KEEP = "/keep=1023"
+KEEP = "/window_size=1023"
 VARIANT = {"causal": True, "window": 1024, "softcap": 30.0, "with_sinks": True}
 
 
@@ -73,10 +73,10 @@ def test_preset_compiles_without_spills(preset, sliding, head_dim, capability, c
 
 @pytest.mark.parametrize(("k", "v", "head_dim", "capability"), [
     (
-        "int2.token64.fp8.clip0.9/sinks=5,window=128,flush=1",
-        "int1.5.token64.slots.fp8/sinks=5,window=128,flush=1", 64, 80,
+        "int2.token64.fp8.clip0.9/sinks=5,window=128,pack_every=1",
+        "int1.5.token64.ternary_in_2bit.fp8/sinks=5,window=128,pack_every=1", 64, 80,
     ),
-    ("int3.channel32/window=0,flush=128", "int3.token32/window=128,flush=1", 128, 90),
+    ("int3.channel32/window=0,pack_every=128", "int3.token32/window=128,pack_every=1", 128, 90),
 ])  # fmt: skip
 def test_formats_of_no_preset_compile_without_spills(k, v, head_dim, capability):
     reports_without_spills((k, v), head_dim, capability)
@@ -106,11 +106,11 @@ def test_unpack_rounds_to_bf16(capability):
 
 def unpack_launch(codec: str, head_dim: int, dtype: torch.dtype) -> Launch:
     """The launch that decodes a state of 4097 tokens."""
-    plan = f"{codec}/window=0,flush=128"
+    plan = f"{codec}/window=0,pack_every=128"
     with FakeTensorMode(), record_launches() as recorded:
         x = torch.empty(1, 8, 4097, head_dim, dtype=dtype, device="cuda")
         state = pack_fake(x, plan)
-        assert unpack.supports(state, 4097, plan, dtype) is None
+        assert unpack.unsupported_reason(state, 4097, plan, dtype) is None
         unpack.unpack(state, 4097, plan, dtype)
     return recorded[0]
 
@@ -128,7 +128,7 @@ def test_long_prompts_fit_into_a_grid():
         assert launch.grid[0] >= tokens // 128
         assert all(size < 65_536 for size in launch.grid[1:])
     wide = torch.empty(8192, 8, 4, 64, dtype=torch.float16, device="meta")
-    assert layouts.decline_pairs(wide) == "the batch has 65536 heads; the kernels take 65535"
+    assert layouts.unsupported_pairs(wide) == "the batch has 65536 heads; the kernels take 65535"
 
 
 def test_the_disassembler_is_missing(monkeypatch):

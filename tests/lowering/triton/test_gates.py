@@ -26,30 +26,30 @@ from lowering.triton.layouts import layout_of
 
 HEAD_DIM = 128
 HEADS_PER_GROUP = 4
-SINKS = "/sinks=5,window=128,flush=1"
+SINKS = "/sinks=5,window=128,pack_every=1"
 # Bounds on instructions per element, a few percent above the higher of both generations, so that
 # another patch release of Triton passes and another kernel does not.
 BOUNDS = {
     ("fp", "fp"): 1.05,
-    ("int4.channel32/window=0,flush=128", "int4.token128/window=128,flush=1"): 2.08,
-    ("int2.channel128/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.42,
-    ("int2.channel32/window=0,flush=128", "int2.token128/window=128,flush=1"): 1.83,
+    ("int4.channel32/window=0,pack_every=128", "int4.token128/window=128,pack_every=1"): 2.08,
+    ("int2.channel128/window=0,pack_every=128", "int2.token128/window=128,pack_every=1"): 1.42,
+    ("int2.channel32/window=0,pack_every=128", "int2.token128/window=128,pack_every=1"): 1.83,
     # kivi-2bit and kivi-4bit
-    ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.06,
-    ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.30,
+    ("int2.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"): 2.06,
+    ("int4.channel32/window=0,pack_every=128", "int4.token32/window=128,pack_every=1"): 2.30,
     # More bits for the important layers of kvmix.
-    ("int3.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.70,
-    ("int2.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"): 2.25,
-    ("int3.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"): 2.63,
+    ("int3.channel32/window=0,pack_every=128", "int4.token32/window=128,pack_every=1"): 2.70,
+    ("int2.channel32/window=0,pack_every=128", "int4.token32/window=128,pack_every=1"): 2.25,
+    ("int3.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"): 2.63,
     # Keys and values of one kind, with sinks.
     (f"int2.token128.fp8{SINKS}", f"int2.token128.fp8{SINKS}"): 1.53,
-    (f"int2.token128.fp8{SINKS}", f"int1.5.token128.slots.fp8{SINKS}"): 1.53,
+    (f"int2.token128.fp8{SINKS}", f"int1.5.token128.ternary_in_2bit.fp8{SINKS}"): 1.53,
 }
 
 
 KIVI = (
-    ("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"),
-    ("int4.channel32/window=0,flush=128", "int4.token32/window=128,flush=1"),
+    ("int2.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"),
+    ("int4.channel32/window=0,pack_every=128", "int4.token32/window=128,pack_every=1"),
 )
 BOUNDED = {"causal": True, "window": 1024}
 CAPPED = {"softcap": 30.0, "with_sinks": True}
@@ -57,7 +57,7 @@ CAPPED = {"softcap": 30.0, "with_sinks": True}
 # `KIVI`.
 VARIANTS = {
     "bounds": ("", BOUNDED, 2.05),
-    "all": ("/keep=1023", BOUNDED | CAPPED, 2.62),
+    "all": ("/window_size=1023", BOUNDED | CAPPED, 2.62),
 }
 
 
@@ -68,7 +68,7 @@ def budget(plans: tuple[str, str], capability: int) -> float:
 
 # Formats that are decoded before they are multiplied, all over their budget of 2 to 4: a code is
 # looked up in a table (2 to 4 instructions an element of keys and values), keys are scaled and
-# turned in half precision (2 of keys), and an outlier is compared with all channels of its head (2
+# rotated in half precision (2 of keys), and an outlier is compared with all channels of its head (2
 # to 3 for each of a token; counted are the two that are always looked for, and a third). Cheaper
 # would be levels that are multiples of few numbers, and outliers sorted by head. Bytes of stack
 # hold what loops over the last few tokens share, and with outliers some of the main loop, too.
@@ -98,11 +98,13 @@ def test_the_formats_of_every_recipe_have_a_bound():
             keys = {f"int{b}.channel32" for b in (known.key_bits, known.more_key_bits)}
             values = {f"int{b}.token32" for b in (known.value_bits, known.more_value_bits)}
             for k, v in product(keys, values):
-                assert (f"{k}/window=0,flush=128", f"{v}/window=128,flush=1") in BOUNDS, name
+                assert (f"{k}/window=0,pack_every=128", f"{v}/window=128,pack_every=1") in BOUNDS, (
+                    name
+                )
             continue
         if known.calibrated:
             # Orders change no kernel of attention, and clips only those that write.
-            known = recipe(name, clip=False, reorder=False, slots=True)
+            known = recipe(name, clip=False, reorder=False, ternary_in_2bit=True)
         plan = known.layer_plan("*", HEAD_DIM, HEAD_DIM)
         assert (str(plan.keys), str(plan.values)) in BOUNDS, name
 
@@ -115,8 +117,8 @@ def test_no_bound_is_over_its_budget(capability):
 
 @pytest.mark.parametrize(("plans", "expected"), [
     (("fp", "fp"), 15.58),
-    (("int4.channel32/window=0,flush=128", "int4.token128/window=128,flush=1"), 4.50),
-    (("int2.channel32/window=0,flush=128", "int2.token32/window=128,flush=1"), 2.92),
+    (("int4.channel32/window=0,pack_every=128", "int4.token128/window=128,pack_every=1"), 4.50),
+    (("int2.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"), 2.92),
 ])  # fmt: skip
 def test_budget(plans, expected):
     """Bytes of an element times 33.5 / 4.3, e.g. 512 B / 256 * 7.79 for fp."""

@@ -316,7 +316,7 @@ def test_a_filled_state_is_what_a_prompt_leaves():
 def test_candidates_compile():
     """The table's choice has no spills; others may, since they are measured."""
     # Values as they are: a third of the time.
-    k_plan, v_plan = "int4.channel32/window=0,flush=128", "fp"
+    k_plan, v_plan = "int4.channel32/window=0,pack_every=128", "fp"
     dim, capability = 64, 90
     with FakeTensorMode():
         x = torch.empty(1, 8, 8192, dim, dtype=torch.float16, device="cuda")

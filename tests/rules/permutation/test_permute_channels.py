@@ -21,7 +21,7 @@ from tests.orders import free
 from tests.rules.test_fuse_attention import eager, sdpa, sdpa_repeated
 from tests.strategies import SEEDS, randn
 
-KEYS = parse_plan("int4.token8/window=4,flush=4")
+KEYS = parse_plan("int4.token8/window=4,pack_every=4")
 
 
 def order(seed: int, heads: int = 2, dim: int = 16) -> ChannelOrder:
