@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 from kvpass.errors import OptionError, shown, unknown
@@ -94,8 +94,8 @@ def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Recipe | Plan:
             f"recipe={shown(chosen)} is not supported; allowed: a Recipe, a Plan, the path of a "
             f"plan's *.safetensors file, or one of {', '.join(sorted(RECIPES))}."
         )
-    known = set(base.__dataclass_fields__)
+    known = {f.name for f in fields(base)}
     for name in overrides:
-        if name not in known:
+        if name not in known | base.renamed.keys():
             raise OptionError(unknown("option", name, {*known, "recipe", *_OWN}))
     return overridden(base, overrides)

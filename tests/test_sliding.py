@@ -40,7 +40,7 @@ def test_sliding_and_full_layers_in_one_model() -> None:
     steps = [100] + [1] * 50
     wanted, _ = run_steps(model, ids, steps, None, oracle(model, KIVI))
     got, cache = run_steps(compiled(model, KIVI), ids, steps)
-    assert [x.keys.plan.keep for x in cache.layers] == [39, None]
+    assert [x.keys.plan.window_size for x in cache.layers] == [39, None]
     assert [x.keys.shape[2] for x in cache.layers] == [39, 150]
     assert (got - wanted).abs().max().item() <= LOGITS_CODE_FLIP
 

@@ -141,7 +141,7 @@ class Layout:
         return not self.identity and self.axis == "channel"
 
     @property
-    def levels(self) -> int:
+    def max_code(self) -> int:
         """Largest code."""
         return 2 if self.ternary_in_2bit else (1 << self.bits) - 1
 

@@ -62,7 +62,7 @@ class Kvquant(CalibratedRecipe):
                 f"qnorm={shown(self.qnorm)} is not supported with uniform={self.uniform}; allowed: "
                 "None, False, and True without uniform."
             )
-        _ = self._residency
+        _ = self._retention
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ class Kvquant(CalibratedRecipe):
         return f"kvquant-{kind}{self.bits}{outliers}"
 
     @property
-    def _residency(self) -> RetentionPolicy:
+    def _retention(self) -> RetentionPolicy:
         return RetentionPolicy(self.window, 1, self.sinks)
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
@@ -80,7 +80,7 @@ class Kvquant(CalibratedRecipe):
         plans = self._ranged(run)
         if not self.uniform:
             plans = self._levelled(plans, run, seed)
-        unknown = TensorPlan(Codec(self.bits, "token", 128), self._residency)
+        unknown = TensorPlan(Codec(self.bits, "token", 128), self._retention)
         return Plan(LayerPlan(unknown, unknown), plans, self.name)
 
     def _ranged(self, run: CalibrationRunner) -> dict[str, LayerPlan]:
@@ -112,7 +112,7 @@ class Kvquant(CalibratedRecipe):
         half = math.ceil(self.outliers * elements / 2)
         table = None if self.uniform else tuple(torch.linspace(-1, 1, 1 << self.bits).tolist())
         base = Codec(self.bits, "channel" if axis == "channel" else "token", group)
-        return TensorPlan(replace(base, outliers=2 * half, codebook=table), self._residency)
+        return TensorPlan(replace(base, outliers=2 * half, codebook=table), self._retention)
 
     def _levelled(
         self, plans: dict[str, LayerPlan], run: CalibrationRunner, seed: int

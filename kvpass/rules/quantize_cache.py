@@ -37,9 +37,12 @@ class QuantizeCache(Rule):
         if miss := changed_later(update.new, node, context):
             return miss
         if update.past is not None:
-            kept = update.past.meta["example_value"].plan.keep
-            if kept != update.keep:
-                return Miss(f"the cache keeps {kept} tokens, its update {update.keep}", update.kept)
+            kept = update.past.meta["example_value"].plan.window_size
+            if kept != update.window_size:
+                return Miss(
+                    f"the cache keeps {kept} tokens, its update {update.window_size}",
+                    update.returned,
+                )
             rope = update.past.meta["example_value"].plan.rope
             found = pre_rope(update.new, node, context) if rope is not None else None
             if isinstance(found, Miss):
@@ -53,7 +56,7 @@ class QuantizeCache(Rule):
         if isinstance(stored, Miss):
             return stored
         role, plan = stored
-        plan = plan if update.keep is None else plan.sliding(update.keep)
+        plan = plan if update.window_size is None else plan.sliding(update.window_size)
         return {"update": update, "role": role, "plan": plan}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
@@ -65,8 +68,8 @@ class QuantizeCache(Rule):
                 packed = _append(update, plan, context)
             node.replace_all_uses_with(packed)
             context.graph.erase_node(node)
-            if update.kept is not node:
-                with context.graph.inserting_before(update.kept):
+            if update.returned is not node:
+                with context.graph.inserting_before(update.returned):
                     _return(_slide(packed, update, context), update, context)
         else:
             with context.graph.inserting_after(last_reader(node)):
@@ -82,26 +85,26 @@ class QuantizeCache(Rule):
                 node.replace_all_uses_with(update.new)
                 context.graph.erase_node(node)
         context.replaced(node, packed)
-        return f"{found['role']} {plan.brief()}"
+        return f"{found['role']} {plan.summary()}"
 
 
 def _slide(packed: Node, update: CacheUpdate, context: Context) -> Node:
     """What the cache keeps of ``packed``."""
-    if update.kept is update.cat or update.past is None:
+    if update.returned is update.cat or update.past is None:
         return packed
     slid = PackedCall(packed).insert(context.graph, logical.slide)
-    slid.meta = {**update.kept.meta}
+    slid.meta = {**update.returned.meta}
     return slid
 
 
 def _return(packed: Node, update: CacheUpdate, context: Context) -> None:
-    context.graph.output_node().replace_input_with(update.kept, packed)
-    if not update.kept.users:
-        context.graph.erase_node(update.kept)
+    context.graph.output_node().replace_input_with(update.returned, packed)
+    if not update.returned.users:
+        context.graph.erase_node(update.returned)
 
 
 def _append(update: CacheUpdate, plan: TensorPlan, context: Context) -> Node:
-    whole = plan.window_size is not None and update.kept is update.cat
+    whole = plan.window_size is not None and update.returned is update.cat
     constant = None
     if update.past is None and (ranges := context.ranges.get(update.cat)) is not None:
         example, params = update.new.meta["example_value"], ranges.tensor()

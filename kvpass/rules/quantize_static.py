@@ -56,7 +56,7 @@ class QuantizeStatic(Rule):
             # The graph runs as it is, and the buffer is packed when it has run.
             order = context.orders.get(update.buffer)
             update.write.meta["pack_after"] = (update, plan, order)
-            return f"{found['role']} {plan.brief()}, packed after this call"
+            return f"{found['role']} {plan.summary()}, packed after this call"
         n = update.new.meta["example_value"].shape[2]
         if update.past is None:
             packed = _first_prompt(update, plan, context)
@@ -77,7 +77,7 @@ class QuantizeStatic(Rule):
             with graph.inserting_after(last_reader(plain)):
                 packed = _append(update, plan, context)
         context.replaced(update.buffer, packed)
-        return f"{found['role']} {plan.brief()}".strip()
+        return f"{found['role']} {plan.summary()}".strip()
 
 
 def _unread(update: StaticUpdate) -> bool:

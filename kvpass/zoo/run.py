@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -209,8 +209,8 @@ def _layer_plan(layer: Any) -> LayerPlan:
 
 def small_recipe(name: str) -> Recipe:
     """The recipe, so small that short texts are packed."""
-    fields = RECIPES[name]().__dataclass_fields__ if name in RECIPES else {}
-    return recipe(name, **{k: v for k, v in _SMALL.items() if k in fields})
+    names = {f.name for f in fields(RECIPES[name]())} if name in RECIPES else set()
+    return recipe(name, **{k: v for k, v in _SMALL.items() if k in names})
 
 
 def _layers(cache: Any) -> Sequence[Any]:

@@ -180,7 +180,7 @@ def test_layout_is_the_documented_one(x, data):
 def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
     # (Where 11 codes share 32 bits, some saturate: tests/format/test_words.py.)
     codec = replace(data.draw(codecs(x.shape[3])), clip=1.0, pack11=False)
-    fp8 = codec.params == "fp8"
+    fp8 = codec.qparams == "fp8"
     # Numbers and ranges beyond 448 saturate.
     x = whole_groups(x.clamp(-200, 200) if fp8 else x, codec)
     decoded = decode(codec, *encode(codec, x), torch.float32)
@@ -218,7 +218,7 @@ def test_clipped_elements_come_back_as_the_end_of_the_range(x, data):
     )
     slack = 2**-22 * (np.abs(low) + np.abs(high) + np.abs(exact))
     assert (np.abs(decoded - np.clip(exact, low, high)) <= step / 2 + slack).all()
-    if codec.clip < 1 and codec.params == "half":
+    if codec.clip < 1 and codec.qparams == "half":
         ends = [f(exact, axis=axis, keepdims=True) * codec.clip for f in (np.min, np.max)]
         # Rounding of minimum and scale, as above.
         rounding = (1 + levels_of(codec)) * 2**-11 * (np.abs(ends[0]) + np.abs(ends[1])) + 2**-15
@@ -242,7 +242,7 @@ def test_clipping_of_skvq():
 def test_constant_groups_decode_to_the_stored_minimum(codec, value):
     x = torch.full((1, 2, codec.token_group * 2, fitting_dim(codec)), value)
     decoded = decode(codec, *encode(codec, x), torch.float32)
-    number = torch.float16 if codec.params == "half" else torch.float8_e4m3fn
+    number = torch.float16 if codec.qparams == "half" else torch.float8_e4m3fn
     assert torch.equal(decoded, rounded_to(x * codec.clip, number).float())
 
 
@@ -378,8 +378,8 @@ CLIPS = (
         ("clip", float("nan"), CLIPS),
         ("clip", True, CLIPS),
         ("clip", "0.9", CLIPS),
-        ("params", "fp4", ": 'half', 'fp8'"),
-        ("params", None, ": 'half', 'fp8'"),
+        ("qparams", "fp4", ": 'half', 'fp8'"),
+        ("qparams", None, ": 'half', 'fp8'"),
         ("ternary_in_2bit", True, ": False, and True at bits=1.5"),
         ("ternary_in_2bit", 1, ": False, and True at bits=1.5"),
     ],
@@ -441,8 +441,8 @@ def test_axis_is_channel_or_token():
         ),
     ],
 )
-def test_misfit_says_why(codec, head_dim, reason):
-    assert codec.misfit(head_dim) == reason
+def test_reason_why_a_codec_does_not_fit(codec, head_dim, reason):
+    assert codec.unsupported_reason(head_dim) == reason
 
 
 @given(tensors(tokens=st.integers(1, 2)), st.data())

@@ -50,7 +50,7 @@ def cuts(total, parts, unit):
 
 def alone(x, codec, clip):
     """What becomes of elements ``[B, T, n]`` that are one group."""
-    whole = Codec(codec.bits, "token", max(2, x.shape[2]), clip, codec.params)
+    whole = Codec(codec.bits, "token", max(2, x.shape[2]), clip, codec.qparams)
     if x.shape[2] == 1:
         # Two equal ones have the same extremes.
         return fake_quantize(whole, x.expand(-1, -1, 2).unsqueeze(1))[:, 0, :, :1]
@@ -62,8 +62,8 @@ def alone(x, codec, clip):
 def test_every_group_is_encoded_as_if_alone(kind, seed):
     heads, codec = kind
     x = randn(2, heads, 3, DIM, seed=seed) * 3 + 0.5
-    assert codec.misfit(DIM, heads) is None
-    joined = codec.groups.joined_heads(DIM)
+    assert codec.unsupported_reason(DIM, heads) is None
+    joined = codec.groups.heads_per_group(DIM)
     wide = x.view(2, heads // joined, joined, 3, DIM).transpose(2, 3).flatten(3)
     members = codec.groups.members(heads, DIM).view(heads // joined, -1)
     wanted, clips = torch.empty_like(wide), codec.clip

@@ -102,7 +102,7 @@ class Recorder:
         inputs = list(after.graph.find_nodes(op="placeholder"))
         outputs = list(after.graph.output_node().args[0])
         updates = [
-            (inputs.index(u.past) if u.packed else None, outputs.index(u.kept))
+            (inputs.index(u.past) if u.packed else None, outputs.index(u.returned))
             for cat, u in context.sites.updates.items()
         ]
         events = apply_rules(context)

@@ -431,7 +431,7 @@ def test_nbytes_is_the_sum_of_the_formula(plan, batch, tokens):
         expected = rows * capacity * 80 * 4 + batch * 4
     else:
         codes = rows * capacity * 2 * codec.words.count(80)
-        params = rows * capacity * 80 // codec.group * (2 if codec.params == "fp8" else 4)
+        params = rows * capacity * 80 // codec.group * (2 if codec.qparams == "fp8" else 4)
         exact = rows * (plan.ring + plan.sinks) * 80 * 4
         expected = codes + params + exact + batch * len(plan.segments) * 4
     assert x.nbytes == expected

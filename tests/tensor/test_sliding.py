@@ -144,5 +144,5 @@ def test_sizes_must_fit():
         PlanError, match="window_size=0 is not supported; allowed: a positive number"
     ):
         TensorPlan(window_size=0)
-    with pytest.raises(PlanError, match="room=64 needs window_size=63, not keep=None"):
+    with pytest.raises(PlanError, match="room=64 needs window_size=63, not None"):
         TensorPlan(room=64)

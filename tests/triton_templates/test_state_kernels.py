@@ -51,7 +51,8 @@ def test_pack(plan, tokens):
 @pytest.mark.parametrize(("dim", "codec"), [
     (80, "int2.token16"), (80, "int4.token16"), (96, "int2.token32"), (112, "int2.channel32"),
     (112, "int8.token56"), (192, "int4.token48"), (256, "int8.token256"),
-    (64, "int1.5.token64.ternary_in_2bit.fp8"), (64, "int4.channel32.fp8"), (80, "int4.channel16.clip0.7"),
+    (64, "int1.5.token64.ternary_in_2bit.fp8"), (64, "int4.channel32.fp8"),
+    (80, "int4.channel16.clip0.7"),
     (128, "int1.channel32"), (128, "int1.token128.fp8"), (128, "int3.token128"),
     (80, "int3.token40"), (96, "int3.channel16"),
 ])  # fmt: skip

@@ -26,15 +26,15 @@ class CacheUpdate:
         past: the placeholder of the cache tensor; None where the cache is still empty.
         new: the keys or values to append, ``[B, H, n, D]``. The cat itself if ``past`` is a plain
         tensor.
-        kept: what the graph returns: the cat, or its last tokens.
-        keep: how many tokens a sliding window leaves in the cache; None: all.
+        returned: what the graph returns: the cat, or its last tokens.
+        window_size: how many tokens a sliding window leaves in the cache; None: all.
     """
 
     cat: Node
     past: Node | None
     new: Node
-    kept: Node
-    keep: int | None = None
+    returned: Node
+    window_size: int | None = None
 
     @property
     def packed(self) -> bool:
@@ -53,7 +53,7 @@ def cache_update(node: Node) -> CacheUpdate | Miss | None:
         return Miss("the cache keeps a part of the updated tensor, not its last tokens", node)
     if len(node.users) > 1:
         return Miss("the last tokens of the cache are kept, and read as well", node)
-    return replace(update, kept=node, keep=count)
+    return replace(update, returned=node, window_size=count)
 
 
 def recorded(update: CacheUpdate) -> tuple[CacheUpdate, list[Node]]:
@@ -62,16 +62,16 @@ def recorded(update: CacheUpdate) -> tuple[CacheUpdate, list[Node]]:
     Returns:
         The update with what the window keeps, and the slices that are read in place of its cat.
     """
-    readers = [u for u in update.cat.users if u.op != "output" and u is not update.kept]
+    readers = [u for u in update.cat.users if u.op != "output" and u is not update.returned]
     counts = [last_tokens(reader) for reader in readers]
-    if update.keep is not None or update.new is update.cat or not counts or None in counts:
+    if update.window_size is not None or update.new is update.cat or not counts or None in counts:
         return update, []
     new = update.new.meta["example_value"].shape[2]
     kept = {constant(count - new) for count in counts if count is not None}
     keep = kept.pop() if len(kept) == 1 else None
     if keep is None or keep < 1:
         return update, []
-    return replace(update, keep=keep), readers
+    return replace(update, window_size=keep), readers
 
 
 def last_tokens(node: Node) -> int | torch.SymInt | None:
