@@ -28,23 +28,23 @@ def variance(tokens: Tensor) -> Tensor:
     return tokens.float().var(dim=-1)
 
 
-def with_filter(plan: kvpass.Plan, name: str, kept: int) -> kvpass.Plan:
-    """``plan`` for all layers, with ``kept`` tokens of every KV head that stay exact."""
+def with_filter(plan: kvpass.Plan, name: str, retained: int) -> kvpass.Plan:
+    """``plan`` for all layers, with ``retained`` tokens of every KV head that stay exact."""
     keys, values = (
-        replace(tensor, retention=replace(tensor.retention, filter=name, retained=kept))
+        replace(tensor, retention=replace(tensor.retention, filter=name, retained=retained))
         for tensor in (plan.default.keys, plan.default.values)
     )
     return kvpass.Plan(replace(plan.default, keys=keys, values=values))
 
 
-def main(tokens: int = 512, questions: int = 16, kept: int = 32) -> None:
+def main(tokens: int = 512, questions: int = 16, retained: int = 32) -> None:
     """Prints what each filter does to recall, next to none, with groups of 64 and no clipping."""
     model, tokenizer = load(str(SMALL_MODEL), "float32")
     document = recall_prompt(tokenizer, tokens, questions)
     recipe = kvpass.recipe("skvq-k2v2", window=32, sinks=0, clip=False, reorder=False)
     plain = recipe.plan(model.config)
     names = ("variance", "heavy_hitters", "outliers")
-    plans = {"none": plain, **{name: with_filter(plain, name, kept) for name in names}}
+    plans = {"none": plain, **{name: with_filter(plain, name, retained) for name in names}}
     for name, plan in plans.items():
         # Through a plain cache with the same rounding; a compiled model takes the same plans.
         new_cache = partial(kvpass.oracle_cache, plan, model.config)

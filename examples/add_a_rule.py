@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 import kvpass
 import kvpass.backend  # makes backend="kvpass" known without installation
-from kvpass.graph.pattern import Captures, Miss, op_name
+from kvpass.graph.pattern import Captures, Miss
+from kvpass.graph.spellings import op_name
 from kvpass.inspect.explain import Explanation
 from kvpass.rules import Context
 
@@ -90,7 +91,7 @@ def generate() -> Explanation:
 
 
 def main() -> None:
-    """Before and after."""
+    """Prints the report without and with the rule, and the graphs of a decode step."""
     AttentionInterface.register("spelled_differently", attention)
     AttentionMaskInterface.register("spelled_differently", eager_mask)
     print("Without the rule:\n", generate())

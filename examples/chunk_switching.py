@@ -3,8 +3,8 @@
     python -m examples.chunk_switching --tokens 32768    # on a CPU, half a minute
 
 Times one decode step's attention over chunks of 2, 4 and 16 bits: as ``cocktail`` stores them, one
-segment for each level, and in the order of the text, where the same kernels are called anew
-wherever the bits change. Beside them `kivi-4bit` and dense attention. All are checked first.
+segment for each, and in the order of the text, where the same kernels are called anew wherever the
+bits change. Beside them `kivi-4bit` and dense attention. All are checked first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.attention import AttentionArguments
 from kvpass.plan import LayerPlan
-from lowering.cpp.attend import attend_segment
+from lowering.cpp.attention import attend_segment
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,28 @@ class Run:
     """Chunks that lie side by side in the text and have equal bits.
 
     Attributes:
-        plans: of keys and values.
-        tensors: codes, and params where tokens are packed, of keys and of values.
-        places: the positions of the tokens, int32 ``[1, n]``.
+        plans: printed plans of keys and of values.
+        tensors: for keys and for values: codes, and qparams where tokens are packed.
+        positions: where the tokens stand, int32 ``[1, n]``.
     """
 
     plans: tuple[str, str]
     tensors: tuple[list[Tensor], list[Tensor]]
-    places: Tensor
+    positions: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values."""
         return sum(t.nbytes for x in self.tensors for t in x)
 
     def clone(self) -> Run:
-        """On memory of its own."""
+        """A copy on memory of its own."""
         keys, values = ([t.clone() for t in x] for x in self.tensors)
-        return replace(self, tensors=(keys, values), places=self.places.clone())
+        return replace(self, tensors=(keys, values), positions=self.positions.clone())
 
 
 def runs_of(plan: LayerPlan, k: Tensor, v: Tensor) -> list[Run]:
-    """Those of a text; all exact tokens are the last one."""
+    """The runs of a text; all exact tokens are the last one."""
     tokens, keys = k.shape[2], plan.keys
     assert isinstance(keys, ChunkedPlan)
     (bits,) = random_bits(keys, 1, tokens).bits
@@ -77,31 +77,31 @@ def runs_of(plan: LayerPlan, k: Tensor, v: Tensor) -> list[Run]:
     for width, chunks in groupby(bits):
         at, end = end, end + keys.chunk * len(list(chunks))
         if width != FP.bits:
-            level = keys.chunk_bits.index(width)
-            found.append(packed_run(plan, level, k[:, :, at:end], v[:, :, at:end], at))
+            segment = keys.chunk_bits.index(width)
+            found.append(packed_run(plan, segment, k[:, :, at:end], v[:, :, at:end], at))
             exact[at:end] = False
     dense = ([k[:, :, exact]], [v[:, :, exact]])
     return [*found, Run((str(FP), str(FP)), dense, exact.nonzero().T.int())]
 
 
-def packed_run(plan: LayerPlan, level: int, k: Tensor, v: Tensor, at: int) -> Run:
-    """Tokens from position ``at`` on, in the bits of a level."""
-    codecs = plan.keys.codecs[level], plan.values.codecs[level]
+def packed_run(plan: LayerPlan, segment: int, k: Tensor, v: Tensor, at: int) -> Run:
+    """Tokens from position ``at`` on, in the bits of a segment."""
+    codecs = plan.keys.codecs[segment], plan.values.codecs[segment]
     keys, values = (str(TensorPlan(c, RetentionPolicy(0, c.token_group))) for c in codecs)
     tensors = list(encode(codecs[0], k)), list(encode(codecs[1], v))
-    places = torch.arange(at, at + k.shape[2], dtype=torch.int32).unsqueeze(0)
-    return Run((keys, values), tensors, places)
+    positions = torch.arange(at, at + k.shape[2], dtype=torch.int32).unsqueeze(0)
+    return Run((keys, values), tensors, positions)
 
 
-def attend_in_order(q: Tensor, runs: Sequence[Run], ends: Tensor, scale: float) -> Tensor:
+def attend_in_order(q: Tensor, runs: Sequence[Run], segment_ends: Tensor, scale: float) -> Tensor:
     """One run after the other, in one softmax."""
     carried = q.new_empty((*q.shape[:3], q.shape[3] + 2), dtype=torch.float32)
     for number, run in enumerate(runs):
         # Where tokens are packed, the exact window is never read.
         window = [q] if len(run.tensors[0]) > 1 else []
-        keys, values = ([*x, *window, ends] for x in run.tensors)
+        keys, values = ([*x, *window, segment_ends] for x in run.tensors)
         arguments = AttentionArguments(q, keys, values, None, scale, *run.plans)
-        out = attend_segment(arguments, run.places, len(runs), number, carried)
+        out = attend_segment(arguments, run.positions, len(runs), number, carried)
     return out
 
 
@@ -109,15 +109,15 @@ def in_order(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Contender:
     """The chunks of ``kvpass cocktail`` in the order of the text."""
     plan = layer_plan("cocktail", k, v)
     runs, plans = runs_of(plan, k, v), (str(plan.keys), str(plan.values))
-    ends = torch.tensor([[run.places.shape[1] for run in runs]], dtype=torch.int32)
-    rows = decoded_rows(*packed_states(plan, k, v), *plans)
-    expected = dense_attention(q, rows, case.scale)
+    segment_ends = torch.tensor([[run.positions.shape[1] for run in runs]], dtype=torch.int32)
+    decoded = decoded_rows(*packed_states(plan, k, v), *plans)
+    expected = dense_attention(q, decoded, case.scale)
     size = sum(run.nbytes for run in runs)
     count = copies(size, case.device)
     return Contender(
         name="the same in the text's order",
         calls=[
-            partial(attend_in_order, q, [run.clone() for run in runs], ends, case.scale)
+            partial(attend_in_order, q, [run.clone() for run in runs], segment_ends, case.scale)
             for _ in range(count)
         ],
         error=partial(relative_error, expected=expected),

@@ -220,18 +220,18 @@ class Table:
         return row(name, sum(stored) / len(stored), right)
 
     def searched(
-        self, name: str, options: dict[str, Any], ends: float = 1.0, all_low: bool = False
+        self, name: str, options: dict[str, Any], clip: float = 1.0, all_low: bool = False
     ) -> str:
         """The row of a search with these options.
 
         Args:
-            name: of the row.
-            options: of the search.
-            ends: the recipe's ``clip``.
+            name: printed in front of the row.
+            options: arguments of the search.
+            clip: the recipe's.
             all_low: without the search, all chunks get the fewest bits.
         """
-        kept = {name: options[name] for name in ("chunk", "bits")}
-        plan = kvpass.recipe("cocktail", **kept, clip=ends).plan(self.config)
+        fields = {name: options[name] for name in ("chunk", "bits")}
+        plan = kvpass.recipe("cocktail", **fields, clip=clip).plan(self.config)
         right, stored = [], []
         for read, i in product(self.read, range(QUESTIONS)):
             bits = chunk_bits(
@@ -246,8 +246,8 @@ class Table:
                 bits = replace(bits, bits=((options["bits"][0],) * len(bits.bits[0]),))
             cache = kvpass.oracle_cache(plan, self.config, self.model)
             with kvpass.cocktail.use(bits):
-                for layer, kept in enumerate(read.cache.layers):
-                    cache.update(kept.keys, kept.values, layer)
+                for number, layer in enumerate(read.cache.layers):
+                    cache.update(layer.keys, layer.values, number)
             right.append(self._right(cache, read.document, i))
             stored.append(bits_stored(plan, len(read.ids), self.config.head_dim, bits))
         return row(name, sum(stored) / len(stored), sum(right) / len(right))
@@ -297,10 +297,10 @@ def show_table(args: argparse.Namespace) -> None:
         print(table.searched(f"all chunks in {low} bits", options, all_low=True), flush=True)
     print(table.searched("the same, 2, clipped", PAPER, CLIP, all_low=True), flush=True)
     for field, values in SWEEPS:
-        for value, ends in product(values, (1.0, CLIP)):
+        for value, clip in product(values, (1.0, CLIP)):
             shown = "/".join(map(str, value)) if field == "bits" else value
-            name = f"{field} {shown}" + ", clipped" * (ends < 1)
-            print(table.searched(name, PAPER | {field: value}, ends), flush=True)
+            name = f"{field} {shown}" + ", clipped" * (clip < 1)
+            print(table.searched(name, PAPER | {field: value}, clip), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -87,9 +87,9 @@ def show_packing(bench: Bench) -> None:
     print(f"{'head dimension':16}" + f"{'3-bit':>7}{'11':>7}" + f"{'3-bit':>10}{'11':>10}" * 2)
     for dim in DIMS:
         codecs = [
-            (kvpass.Codec(3, "channel", 32, pack11=elevens),
-             kvpass.Codec(3, "token", math.gcd(32, dim), pack11=elevens))
-            for elevens in (False, True)
+            (kvpass.Codec(3, "channel", 32, pack11=pack11),
+             kvpass.Codec(3, "token", math.gcd(32, dim), pack11=pack11))
+            for pack11 in (False, True)
         ]  # fmt: skip
         row = "".join(f"{2 * k.words.count(dim):>7}" for k, _ in codecs)
         row += "".join(f"{relative_error(keys, k, dim):>10.4f}" for k, _ in codecs)

@@ -94,7 +94,7 @@ def measure(name: str, args: argparse.Namespace) -> list[int]:
 
 
 def planner(name: str, args: argparse.Namespace) -> Any:
-    """The recipe, or its plan if it needs to see texts."""
+    """The recipe, or its plan if it is calibrated."""
     recipe = kvpass.recipe(name)
     if not recipe.calibrated:
         return recipe

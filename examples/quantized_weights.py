@@ -32,7 +32,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def weight_bytes(model: Any) -> int:
-    """Of all parameters, as they are held."""
+    """Bytes of all parameters, as they are held."""
     held = 0
     for parameter in model.parameters():
         if hasattr(parameter, "__tensor_flatten__"):

@@ -32,7 +32,6 @@ STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("+ fp8", {"fp8": True}),
 )
 PROMPT, SCORED = 1024, 128
-# Of the rows below.
 HEADER = f"{'':16}{'bits':>8}{'perplexity':>12}{'recall':>9}"
 
 
@@ -58,7 +57,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `Bench` is told."""
+    """Adds the options of `Bench`."""
     parser.add_argument("--samples", type=int, default=64, help="calibration texts")
     parser.add_argument("--texts", type=int, default=8, help="held-out texts")
     parser.add_argument("--documents", type=int, default=2, help="of 24 recall questions each")

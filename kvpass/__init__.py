@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from kvpass.calibration.allocation import allocate as allocate
     from kvpass.calibration.calibrate import calibrate as calibrate
     from kvpass.calibration.scores import Scores as Scores
+    from kvpass.calibration.scores import importance as importance
     from kvpass.calibration.scores import score as score
-    from kvpass.calibration.sensitivity import importance as importance
-    from kvpass.calibration.sensitivity import sensitivities as sensitivities
+    from kvpass.calibration.scores import sensitivities as sensitivities
     from kvpass.errors import KvpassError as KvpassError
+    from kvpass.format.channels import ChannelOrder as ChannelOrder
+    from kvpass.format.channels import ChannelRanges as ChannelRanges
     from kvpass.format.codec import Codec as Codec
     from kvpass.format.filters import register_filter as register_filter
-    from kvpass.format.order import ChannelOrder as ChannelOrder
-    from kvpass.format.ranges import ChannelRanges as ChannelRanges
     from kvpass.format.retention import RetentionPolicy as RetentionPolicy
     from kvpass.format.tensor_plan import Segment as Segment
     from kvpass.format.tensor_plan import TensorPlan as TensorPlan
@@ -45,34 +45,26 @@ __version__ = "0.1.0"
 
 # Imported on first use: TORCH_LOGS="+kvpass" imports this package while torch itself is being
 # imported.
-_HOMES = {
-    "Allocation": "kvpass.calibration.allocation",
-    "ChannelOrder": "kvpass.format.order",
-    "ChannelRanges": "kvpass.format.ranges",
-    "Codec": "kvpass.format.codec",
-    "KvpassError": "kvpass.errors",
-    "LayerPlan": "kvpass.plan",
-    "PackedKV": "kvpass.tensor.packed",
-    "Plan": "kvpass.plan",
-    "Recipe": "kvpass.recipes",
-    "RetentionPolicy": "kvpass.format.retention",
-    "Rule": "kvpass.rules",
-    "Scores": "kvpass.calibration.scores",
-    "Segment": "kvpass.format.tensor_plan",
-    "TensorPlan": "kvpass.format.tensor_plan",
-    "allocate": "kvpass.calibration.allocation",
-    "calibrate": "kvpass.calibration.calibrate",
-    "compile_config": "kvpass.options",
-    "explain": "kvpass.inspect.explain",
-    "fold_inplace": "kvpass.inplace",
-    "importance": "kvpass.calibration.sensitivity",
-    "oracle_cache": "kvpass.oracle",
-    "recipe": "kvpass.recipes",
-    "register_filter": "kvpass.format.filters",
-    "register_rule": "kvpass.rules",
-    "score": "kvpass.calibration.scores",
-    "sensitivities": "kvpass.calibration.sensitivity",
+_NAMES = {
+    "calibration.allocation": "Allocation allocate",
+    "calibration.calibrate": "calibrate",
+    "calibration.scores": "Scores importance score sensitivities",
+    "errors": "KvpassError",
+    "format.channels": "ChannelOrder ChannelRanges",
+    "format.codec": "Codec",
+    "format.filters": "register_filter",
+    "format.retention": "RetentionPolicy",
+    "format.tensor_plan": "Segment TensorPlan",
+    "inplace": "fold_inplace",
+    "inspect.explain": "explain",
+    "options": "compile_config",
+    "oracle": "oracle_cache",
+    "plan": "LayerPlan Plan",
+    "recipes": "Recipe recipe",
+    "rules": "Rule register_rule",
+    "tensor.packed": "PackedKV",
 }
+_HOMES = {name: f"kvpass.{home}" for home, names in _NAMES.items() for name in names.split()}
 _MODULES = ("backend", "cocktail", "evaluate")
 _RENAMED = {"Residency": "RetentionPolicy"}
 __all__ = [*_MODULES, *sorted(_HOMES)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import sympy
@@ -15,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._sympy.functions import Max as Max
@@ -31,20 +31,19 @@ def make_wrapper(
     cls: type[Tensor],
     size: Sequence[int],
     stride: Sequence[int] | None,
+    like: Tensor,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> Any:
-    """A tensor of class ``cls`` without storage; contiguous if ``stride`` is None.
+    """A tensor of class ``cls`` without storage, on the device of ``like``; contiguous if
+    ``stride`` is None.
 
     Never an inference tensor: under ``torch.inference_mode`` a view op may not return one for a
     normal one.
     """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return make_wrapper(cls, size, stride, dtype, device)
-    return torch.Tensor._make_wrapper_subclass(
-        cls, size, strides=stride, dtype=dtype, device=device
-    )
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        return torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, dtype=dtype, device=like.device
+        )
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -52,9 +51,8 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
-def assert_async(condition: Tensor) -> None:
-    """Raises if ``condition`` is False; on a GPU later, without waiting for it."""
-    torch._assert_async(condition)
+# Raises if a tensor is False; on a GPU later, without waiting for it.
+assert_async: Callable[[Tensor], None] = torch._assert_async
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
@@ -68,11 +66,8 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
 
 
 def source_name(node: fx.Node) -> str:
-    """Where Dynamo read a placeholder from, e.g. ``L['past_key_values'].layers[0].keys``."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return ""
-    name = source.name
+    """The origin of a placeholder in Dynamo, e.g. ``L['past_key_values'].layers[0].keys``."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
     return cast(str, name() if callable(name) else name)
 
 
@@ -83,16 +78,16 @@ def copy_source(old: fx.Node, new: fx.Node) -> None:
 
 
 def copy_graph_facts(old: fx.GraphModule, new: fx.GraphModule) -> None:
-    """Gives ``new`` what Dynamo tells AOTAutograd of ``old`` beside its nodes: without it, no
-    weight counts as a static input."""
+    """Gives ``new`` the facts for AOTAutograd that Dynamo attached to ``old`` beside its nodes:
+    without them, no weight counts as a static input."""
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
 
 
 def mark_static_input(node: fx.Node) -> None:
-    """Tells AOTAutograd that ``node``, a placeholder, is the same memory in most calls: CUDA graphs
-    may read and write it where it is."""
+    """Marks ``node``, a placeholder, as the same memory in most calls: CUDA graphs may read and
+    write it where it is."""
     facts = node.meta.get("tensor_dict", {})
     node.meta["tensor_dict"] = {**facts, "_dynamo_static_input_type": "unguarded"}
 
@@ -105,17 +100,19 @@ def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:
 def derived_source(graph: fx.Graph, new: fx.Node) -> None:
     """Gives ``new``, a placeholder that Dynamo does not know, a source of its own; none where no
     placeholder has one."""
-    known = [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
-    if known:
+    if known := _known_placeholders(graph):
         inner_source(known[0], new, new.name)
 
 
+def _known_placeholders(graph: fx.Graph) -> list[Any]:
+    return [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
+
+
 def fresh_size(graph: fx.Graph, like: Tensor, name: str, example: int) -> torch.SymInt:
-    """A size of its own in every call of the graph, no guard on which is ever asked for as long as
-    nothing but its being at least 2 is asked of it; for the size of a placeholder that Dynamo does
-    not know. ``like``: a fake tensor of the graph."""
-    known = [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
-    source = AttrSource(known[0]._dynamo_source, name)
+    """A size of its own in every call of the graph, for a placeholder that Dynamo does not know. No
+    guard is put on it, as long as code relies on nothing but its being at least 2. ``like``: a fake
+    tensor of the graph."""
+    source = AttrSource(_known_placeholders(graph)[0]._dynamo_source, name)
     return _new_size(cast(FakeTensor, like).fake_mode, source, example)
 
 
@@ -132,24 +129,22 @@ def symbolic_mode() -> FakeTensorMode:
 
 
 def symbolic_size(mode: FakeTensorMode, name: str, example: int) -> torch.SymInt:
-    """A size that compiled code is told at every call."""
+    """A size that compiled code takes as an argument."""
     return _new_size(mode, LocalSource(name), example)
 
 
 def divides(divisor: int, value: int | torch.SymInt) -> bool:
     """Whether ``divisor`` divides ``value`` in every call. Leaves no guard behind."""
-    if isinstance(value, int):
-        return value % divisor == 0
     return statically_known_true(value % divisor == 0)
 
 
 def symbol_positions(graph: fx.Graph) -> dict[Any, int]:
     """Positions of the placeholders that carry the graph's symbols."""
+    examples = [n.meta.get("example_value") for n in graph.find_nodes(op="placeholder")]
     return {
         example.node.expr: position
-        for position, node in enumerate(graph.find_nodes(op="placeholder"))
-        if isinstance(example := node.meta.get("example_value"), torch.SymInt)
-        and example.node.expr.is_symbol
+        for position, example in enumerate(examples)
+        if isinstance(example, torch.SymInt) and example.node.expr.is_symbol
     }
 
 
@@ -159,36 +154,38 @@ def symbol_node(graph: fx.Graph, value: int | torch.SymInt) -> int | fx.Node:
     Raises:
         KeyError: if a symbol has no placeholder.
     """
-    if isinstance(value, int) or value.node.expr.is_number:
-        return int(value)
+    if (number := constant(value)) is not None:
+        return number
     placeholders = list(graph.find_nodes(op="placeholder"))
     env = {symbol: fx.Proxy(placeholders[i]) for symbol, i in symbol_positions(graph).items()}
-    node = cast(fx.Node, sympy_interp(PythonReferenceAnalysis, env, value.node.expr).node)
+    proxy = sympy_interp(PythonReferenceAnalysis, env, size_expr(value))
+    node: fx.Node = proxy.node
     node.meta["example_value"] = value
     return node
 
 
-def constant(value: int | torch.SymInt) -> int | None:
-    """``value`` if it is the same in every call, else None. Leaves no guard behind."""
-    if isinstance(value, int):
-        return value
-    return int(value.node.expr) if value.node.expr.is_number else None
-
-
-def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are the same in every call, by their symbols. Leaves no guard behind."""
-    left, right = (x if isinstance(x, int) else x.node.expr for x in (a, b))
-    return bool(left == right)
-
-
-def same_shape(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
-    """Whether two shapes are known to be equal, without adding a guard."""
-    return len(a) == len(b) and all(map(same_size, a, b))
+# None of these leaves a guard behind.
 
 
 def size_expr(value: int | torch.SymInt) -> sympy.Expr:
     """``value`` over the symbols of Dynamo's graph."""
     return sympy.Integer(value) if isinstance(value, int) else value.node.expr
+
+
+def constant(value: int | torch.SymInt) -> int | None:
+    """``value`` if it is the same in every call, else None."""
+    expr = size_expr(value)
+    return int(expr) if expr.is_number else None
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are known to be the same in every call."""
+    return bool(size_expr(a) == size_expr(b))
+
+
+def same_shape(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def symbol_bounds(value: torch.SymInt) -> dict[sympy.Symbol, tuple[int | None, int | None]]:
@@ -206,11 +203,6 @@ def symbol_bounds(value: torch.SymInt) -> dict[sympy.Symbol, tuple[int | None, i
 def storage_key(tensor: Tensor) -> int:
     """The same for tensors that share memory, in a compiler's stand-ins too."""
     return cast(int, tensor.untyped_storage()._cdata)
-
-
-def storage_reference(tensor: Tensor) -> object:
-    """Keeps `storage_key` of ``tensor`` from being given to another tensor, but no memory."""
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def written_arguments(target: Any) -> set[int | str] | None:
@@ -242,15 +234,13 @@ class Size:
     def __init__(
         self, value: int | torch.SymInt, positions: Mapping[Any, int] | None = None
     ) -> None:
-        self._constant = int(value) if isinstance(value, int) or value.node.expr.is_number else None
-        self._expr = None if isinstance(value, int) else value.node.expr
-        self._positions = positions or {}
+        self._constant = constant(value)
+        self._expr, self._positions = size_expr(value), positions or {}
 
     def __call__(self, arguments: Sequence[Any]) -> int:
         """The size for these arguments."""
         if self._constant is not None:
             return self._constant
-        assert self._expr is not None
         env = {s: arguments[self._positions[s]] for s in self._expr.free_symbols}
         return int(sympy_interp(PythonReferenceAnalysis, env, self._expr))
 
@@ -258,53 +248,44 @@ class Size:
 _CUDA_GRAPHS = "triton.cudagraphs"
 
 
-def inductor_modes() -> list[str]:
-    """The names of Inductor's modes."""
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The options that each mode of Inductor sets."""
     from torch._inductor import list_mode_options
 
-    return list(list_mode_options())
+    return list_mode_options()
 
 
 def wants_cuda_graphs(mode: str | None) -> bool:
     """Whether a mode of Inductor asks for CUDA graphs."""
-    from torch._inductor import list_mode_options
-
-    return mode is not None and bool(list_mode_options(mode).get(_CUDA_GRAPHS))
+    return mode is not None and bool(inductor_modes()[mode].get(_CUDA_GRAPHS))
 
 
 def compile_inductor(
     module: fx.GraphModule, examples: list[Any], mode: str | None, tag: str, capture: bool = True
 ) -> Callable[..., Any]:
-    """Inductor's callable for ``module``.
+    """Inductor's callable for ``module``, which has ops that tracing replaces by their kernels.
 
     Args:
-        module: with ops that tracing replaces by their kernels.
+        module: to be called with ``examples``.
         examples: its arguments.
         mode: of Inductor.
         tag: stands for what those kernels are; Inductor's caches know a graph by its ops only.
         capture: whether CUDA graphs may replay it.
     """
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
 
-    patches = dict(list_mode_options(mode)) if mode else {}
+    patches = {**inductor_modes()[mode]} if mode else {}
     if not capture:
         patches[_CUDA_GRAPHS] = False
-    tag = f"{config.cache_key_tag}{tag}"
-    with config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-        return cast(
-            Callable[..., Any], compile_fx(module, examples, config_patches=patches or None)
-        )
+    with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}"):  # type: ignore[attr-defined]
+        compiled: Any = compile_fx(module, examples, config_patches=patches or None)
+    return cast(Callable[..., Any], compiled)
 
 
 def load_cpp(source: str, flags: Sequence[str]) -> Any:
-    """The library compiled from C++ ``source`` with Inductor's compiler, kept in its cache.
-
-    Args:
-        source: with ``extern "C"`` functions.
-        flags: behind Inductor's own, so that they win.
-    """
+    """The library compiled from C++ ``source`` with Inductor's compiler, kept in its cache;
+    ``flags`` come behind Inductor's own, so that they win."""
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source, extra_flags=tuple(flags))
@@ -314,10 +295,8 @@ CPP_PROBLEMS = ("no C++ compiler was found", "the C++ compiler refuses generated
 
 
 def cpp_problem(error: BaseException) -> str | None:
-    """Which of `CPP_PROBLEMS` the error is, if any.
-
-    Inductor of torch 2.11 writes masks of a dynamic length in C++ that does not compile.
-    """
+    """The one of `CPP_PROBLEMS` that the error is, if any. (Inductor of torch 2.11 writes masks of
+    a dynamic length in C++ that does not compile.)"""
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     cause: BaseException | None = error

@@ -47,7 +47,6 @@ _GPUS = {
     80: ("NVIDIA A100-SXM4-80GB", 108, 80 << 30, 40 << 20, 166912, 167936),
     90: ("NVIDIA H200", 132, 141 << 30, 60 << 20, 232448, 233472),
 }
-CAPABILITIES = tuple(_GPUS)
 
 _NO_GUARD = r"""
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -80,94 +79,58 @@ def _install_device_guard() -> None:
 def _properties(capability: int) -> Any:
     name, processors, memory, l2, shared, all_shared = _GPUS[capability]
     return types.SimpleNamespace(
-        name=name,
-        major=capability // 10,
-        minor=capability % 10,
-        multi_processor_count=processors,
-        total_memory=memory,
-        L2_cache_size=l2,
-        max_threads_per_multi_processor=2048,
-        max_threads_per_block=1024,
-        regs_per_multiprocessor=65536,
-        warp_size=32,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=shared,
-        shared_memory_per_multiprocessor=all_shared,
-        gcnArchName="",
-    )
+        name=name, major=capability // 10, minor=capability % 10, gcnArchName="",
+        multi_processor_count=processors, total_memory=memory, L2_cache_size=l2, warp_size=32,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+        regs_per_multiprocessor=65536, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=shared, shared_memory_per_multiprocessor=all_shared,
+    )  # fmt: skip
 
 
-class _Stream:
-    cuda_stream = 0
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
 
 
 def _answers(capability: int) -> dict[str, Callable[..., Any]]:
-    """What ``torch.cuda`` says of the GPU."""
-    properties = _properties(capability)
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def zero(*args: Any) -> int:
-        return 0
-
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_lazy_init": nothing,
-        "device_count": lambda: 1,
-        "current_device": zero,
-        "set_device": nothing,
-        "synchronize": nothing,
-        "_exchange_device": zero,
-        "_maybe_exchange_device": zero,
-        "current_stream": lambda *args: _Stream(),
-        "is_current_stream_capturing": lambda: False,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (properties.major, properties.minor),
-        "get_device_name": lambda device=None: properties.name,
-        "is_bf16_supported": lambda *args, **kwargs: True,
-        "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
-        "get_rng_state": lambda *args, **kwargs: torch.zeros(16, dtype=torch.uint8, device="cpu"),
-        "set_rng_state": nothing,
-    }
+    """Functions of ``torch.cuda`` as they answer where there is such a GPU."""
+    gpu = _properties(capability)
+    values = {
+        "is_available": True, "is_initialized": True, "_lazy_init": None, "device_count": 1,
+        "current_device": 0, "set_device": None, "synchronize": None,
+        "_exchange_device": 0, "_maybe_exchange_device": 0,
+        "current_stream": types.SimpleNamespace(cuda_stream=0),
+        "is_current_stream_capturing": False, "get_device_properties": gpu,
+        "get_device_capability": (gpu.major, gpu.minor), "get_device_name": gpu.name,
+        "is_bf16_supported": True, "mem_get_info": (gpu.total_memory, gpu.total_memory),
+        "set_rng_state": None,
+    }  # fmt: skip
+    answers = {name: _always(value) for name, value in values.items()}
+    # Made anew: a tensor belongs to the mode that is on.
+    answers["get_rng_state"] = lambda *args: torch.zeros(16, dtype=torch.uint8, device="cpu")
+    return answers
 
 
 def _interface(answers: dict[str, Callable[..., Any]]) -> type[Any]:
-    """What Inductor asks in place of ``torch.cuda``."""
-    told = (
-        "current_device", "set_device", "device_count", "synchronize", "current_stream",
-        "get_device_properties",
-    )  # fmt: skip
-    methods = {name: staticmethod(answers[name]) for name in told}
-    methods |= {
-        "exchange_device": staticmethod(answers["_exchange_device"]),
-        "maybe_exchange_device": staticmethod(answers["_maybe_exchange_device"]),
-        "get_raw_stream": staticmethod(answers["current_device"]),
-    }
+    """The interface that Inductor asks in place of ``torch.cuda``."""
+    names = ("current_device", "set_device", "device_count", "synchronize", "current_stream",
+             "get_device_properties")  # fmt: skip
+    methods = {name: staticmethod(answers[name]) for name in names}
+    zero = staticmethod(answers["current_device"])
+    methods |= dict.fromkeys(("exchange_device", "maybe_exchange_device", "get_raw_stream"), zero)
     worker = type("Worker", (), methods)
     return type("Interface", (device_interface.CudaInterface,), {**methods, "Worker": worker})
 
 
-class _Driver:
-    """What Triton asks in place of its driver for NVIDIA's GPUs."""
+def _driver(capability: int) -> Any:
+    """The driver that Triton asks in place of its own for NVIDIA's GPUs."""
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self, capability: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self._target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
+    return types.SimpleNamespace(
+        get_current_target=_always(GPUTarget("cuda", capability, 32)),
+        get_active_torch_device=_always(torch.device("cuda", 0)),
+        get_current_device=_always(0),
+        get_device_interface=_always(torch.cuda),
+    )
 
 
 @contextmanager
@@ -181,37 +144,35 @@ def simulated_gpu(capability: int) -> Iterator[FakeTensorMode]:
 
     _install_device_guard()
     answers = _answers(capability)
-    # Dynamo makes these tables when it first looks at them: not of what is in place below.
+    # Dynamo makes these tables when it first looks at them: not of what is patched below.
     TorchInGraphFunctionVariable._get_handlers()
     before = device_interface.get_interface_for_device("cuda")
+    nothing = _always(None)
+    patches = [
+        *((torch.cuda, name, answer) for name, answer in answers.items()),
+        (torch._C, "_cuda_getCurrentRawStream", _always(0)),
+        (torch._C, "_cuda_cudaCachingAllocator_is_enabled", _always(True)),
+        (triton.runtime.driver, "_active", _driver(capability)),
+        (triton_helpers, "set_driver_to_gpu", nothing),
+        # Nothing may be made on the device, or measured there.
+        (FakeTensorMode, "avoid_device_init", True),
+        (fake_tensor, "init_gpu_context", nothing),
+        (proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1),
+        (fuse_attention, "_sfdp_init", nothing),
+        (pad_mm, "_pad_mm_init", nothing),
+    ]
+    settings = dict.fromkeys(
+        # It would measure products on the GPU.
+        ("shape_padding", "fx_graph_cache", "joint_graph_constant_folding",
+         "use_static_cuda_launcher"), False,
+    )  # fmt: skip
     with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
-        for name in ("_cuda_getCurrentRawStream", "_cuda_cudaCachingAllocator_is_enabled"):
-            answer = answers["current_device"] if "Stream" in name else lambda: True
-            stack.enter_context(patch.object(torch._C, name, answer, create=True))
+        for owner, name, new in patches:
+            stack.enter_context(patch.object(owner, name, new, create=owner is torch._C))
         device_interface.register_interface_for_device("cuda", _interface(answers))
         stack.callback(device_interface.register_interface_for_device, "cuda", before)
-        driver = triton.runtime.driver
-        stack.enter_context(patch.object(driver, "_active", _Driver(capability)))
-        stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
-        # Nothing may be made on the device, or measured there.
-        stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))
-        stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda device: None))
-        stack.enter_context(patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
-        stack.enter_context(patch.object(fuse_attention, "_sfdp_init", lambda *args: None))
-        stack.enter_context(patch.object(pad_mm, "_pad_mm_init", lambda *args: None))
         stack.enter_context(patch.dict(os.environ, {"KVPASS_TUNE": "0"}))
-        stack.enter_context(
-            inductor_config.patch(
-                compile_threads=1,
-                fx_graph_cache=False,
-                joint_graph_constant_folding=False,
-                # It would measure products on the GPU.
-                shape_padding=False,
-                use_static_cuda_launcher=False,
-            )
-        )
+        stack.enter_context(inductor_config.patch({"compile_threads": 1, **settings}))
         stack.enter_context(aot_config.patch(enable_autograd_cache=False))
         # They remember whether there is a GPU.
         for remembers in (has_triton, triton_backend, triton_hash_with_backend):
@@ -233,35 +194,28 @@ class InductorKernel:
     """A Triton kernel as Inductor compiles it.
 
     Attributes:
-        name: of the kernel's function.
         own: of kvpass, not of Inductor.
         signature: type of each argument.
-        constants: values of those that are constants.
         aligned: positions of the arguments that 16 divides.
         problem: why it does not compile, or empty.
-        compiled: Triton's compiled kernel, None if it does not compile.
-        options: of Triton's compiler.
     """
 
     name: str
     own: bool
     signature: dict[str, str]
-    constants: dict[str, Any]
     aligned: tuple[int, ...]
     problem: str
-    compiled: Any
-    options: dict[str, int]
 
 
 @dataclass
 class InductorGraph:
-    """What Inductor made of one graph.
+    """Inductor's result for one graph.
 
     Attributes:
         kernels: in the order of the generated code.
         inputs: how many there are.
-        static: positions of the inputs that are the same memory in most calls.
-        mutated: positions of those that are written.
+        static, mutated: positions of those that are the same memory in most calls, and of those
+            that are written.
         lowered: the graph that code was generated from.
         capture_problem: why Inductor would not let CUDA graphs replay it, or empty.
     """
@@ -307,28 +261,21 @@ def record_inductor() -> Iterator[list[InductorGraph]]:
 def _compiled(kernel: CachingAutotuner) -> InductorKernel:
     """Compiles the first of a kernel's configurations as Inductor does, without loading it."""
     assert kernel.configs
-    config, problem, compiled = kernel.configs[0], "", None
+    config, problem = kernel.configs[0], ""
     meta = kernel._create_compile_meta(config)
     try:
-        compiled = kernel._precompile_config(config).kernel
+        kernel._precompile_config(config)
     # Triton raises many kinds of errors.
     except Exception as error:
         problem = f"{type(error).__name__}: {_root(error)}"
     (attributes,) = meta["configs"]
-    return InductorKernel(
-        name=kernel.fn.__name__,
-        own=kernel.custom_kernel,
-        signature=dict(meta["signature"]),
-        constants=dict(meta["constants"]),
-        aligned=tuple(sorted(place[0] for place in attributes)),
-        problem=problem,
-        compiled=compiled,
-        options={name: meta[name] for name in ("num_warps", "num_stages")},
-    )
+    aligned = tuple(sorted(path[0] for path in attributes))
+    own, signature = kernel.custom_kernel, dict(meta["signature"])
+    return InductorKernel(kernel.fn.__name__, own, signature, aligned, problem)
 
 
 def _root(error: BaseException) -> str:
-    """What went wrong first, in one line; Triton wraps it once for each function on the way."""
+    """The first error, in one line; Triton wraps it once for each function on the way."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())
@@ -336,25 +283,22 @@ def _root(error: BaseException) -> str:
 
 class WatchWaits(TorchDispatchMode):
     """Collects in ``found`` where the host waits for the device: operators that read numbers from
-    it or copy them to it, each with the ``place`` that called it."""
+    it or copy them to it, each with the line that called it."""
 
-    def __init__(self, place: Callable[[], str], found: list[str]) -> None:
+    def __init__(self, line: Callable[[], str], found: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._place, self._found = place, found
+        self._line, self._found = line, found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Runs ``func``."""
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        target = kwargs.get("device")
-        crosses = (
-            name == "_to_copy"
-            and target is not None
-            and torch.device(target).type != args[0].device.type
-        )
-        copies = name == "copy_" and args[0].device.type != args[1].device.type
-        if crosses or copies or name in ("_local_scalar_dense", "nonzero", "equal"):
-            self._found.append(f"{name} at {self._place()}")
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        crosses = name in ("_local_scalar_dense", "nonzero", "equal")
+        if name == "_to_copy" and kwargs.get("device") is not None:
+            crosses = torch.device(kwargs["device"]).type != args[0].device.type
+        elif name == "copy_":
+            crosses = args[0].device.type != args[1].device.type
+        if crosses:
+            self._found.append(f"{name} at {self._line()}")
         return func(*args, **kwargs)

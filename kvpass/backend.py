@@ -34,13 +34,17 @@ from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe
 from kvpass.inspect.report import GraphReport, new_report
-from kvpass.options import Options, parse_options
+from kvpass.options import parse_options
 from kvpass.plan import Plan
 from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
 from kvpass.rules.diagnostics import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
+from lowering import compile_ahead as compile_ahead
+from lowering import tunings as tunings
 
 log = logging.getLogger(__name__)
+# Without a usable C++ compiler.
+_SLOWER = "{}; the graph runs op by op with ATen, more slowly"
 
 
 def kvpass(
@@ -65,16 +69,17 @@ def kvpass(
         UnmatchedGraphError: with ``strict``, if part of the cache cannot be packed.
     """
     opts = parse_options(options)
-    mode = checked_mode(mode or opts.mode)
-    name = opts.planner.recipe if isinstance(opts.planner, Plan) else opts.planner.name
-    examples = list(example_inputs)
+    mode = mode or opts.mode
+    if mode is not None and mode not in inductor_modes():
+        raise OptionError(unknown("mode", mode, inductor_modes()))
+    module, examples, planner = copy_module(gm), list(example_inputs), opts.planner
+    name = planner.recipe if isinstance(planner, Plan) else planner.name
     report = new_report(name, copy_module(gm), examples)
-    module = copy_module(gm)
-    if isinstance(opts.planner, Plan) and opts.planner.calibration is not None:
-        check_weights(module.graph, examples, opts.planner.calibration.weights)
+    if isinstance(planner, Plan) and planner.calibration is not None:
+        check_weights(module.graph, examples, planner.calibration.weights)
     with report.timed("find sites"):
         specialize(module.graph)
-        context = Context(module.graph, find_sites(module.graph), opts.planner)
+        context = Context(module.graph, find_sites(module.graph), planner)
     with report.timed("apply rules"):
         biases = large_key_biases(context, examples)
         report.events = rewrite(context, examples)
@@ -83,13 +88,15 @@ def kvpass(
         verify_rewritten(module.graph)
         module.recompile()
         report.after = copy_module(module)
-    tell(report, opts)
+    warn_of_refusals(report, opts.strict)
     with report.timed("bind state"):
         binding = bind_state(module.graph, examples)
     with report.timed("fold weights"):
-        fold_weights(binding, examples)
+        for fold in binding.folds:
+            if not is_traced(examples[fold.position]):
+                fold(examples[fold.position])
     with report.timed("lower"):
-        bound = Context(module.graph, Sites(), opts.planner, served_by=lowering.served_by)
+        bound = Context(module.graph, Sites(), planner, served_by=lowering.served_by)
         report.events += apply_rules(bound, BOUND_RULES)
         report.choices = lowering.lower(module.graph)
         report.kernels = lowering.generated_files
@@ -98,22 +105,11 @@ def kvpass(
         report.bound = copy_module(module)
     check_capture(binding, examples, mode, report)
     with report.timed("inner compile"):
-        inner = compile_inner(module, list(binding.examples), mode, opts, report)
+        inner = compile_inner(module, list(binding.examples), mode, opts.inner, report)
     if problem := lowering.compiler_problem(report.choices):
-        warn_of_compiler(problem, report)
+        warn_once(_SLOWER.format(problem), report)
     publish(report)
     return PackedCallable(inner, binding, report)
-
-
-def checked_mode(mode: str | None) -> str | None:
-    """``mode``.
-
-    Raises:
-        OptionError: if Inductor has no such mode.
-    """
-    if mode is not None and mode not in inductor_modes():
-        raise OptionError(unknown("mode", mode, inductor_modes()))
-    return mode
 
 
 def copy_module(gm: GraphModule) -> GraphModule:
@@ -148,10 +144,10 @@ def rewrite(context: Context, examples: Sequence[Any]) -> list[Event]:
     return apply_rules(context) + apply_rules(context, DECODING)
 
 
-def tell(report: GraphReport, opts: Options) -> None:
+def warn_of_refusals(report: GraphReport, strict: bool) -> None:
     """Warns of what was refused, or raises if the user asked for that."""
     refused = [e for e in report.events if not e.fired and e.required]
-    if opts.strict and (refused or not report.events):
+    if strict and (refused or not report.events):
         reason = f"{refused[0].rule}: {refused[0].detail}" if refused else "it updates no KV cache"
         raise UnmatchedGraphError(
             f"strict is set and graph {report.index} cannot be rewritten: {reason}. "
@@ -167,13 +163,6 @@ def tell(report: GraphReport, opts: Options) -> None:
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
 
 
-def fold_weights(binding: Binding, examples: Sequence[Any]) -> None:
-    """Derives the weights that the graph reads in other orders, from the real parameters."""
-    for fold in binding.folds:
-        if not is_traced(examples[fold.position]):
-            fold(examples[fold.position])
-
-
 def check_capture(
     binding: Binding, examples: Sequence[Any], mode: str | None, report: GraphReport
 ) -> None:
@@ -182,15 +171,10 @@ def check_capture(
     report.capture_obstacle = capture_obstacle(binding, examples, waiting)
     on_gpu = any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in examples)
     # A prompt is compiled for its own length: nobody expects to replay it.
-    if (
-        report.capture_obstacle is not None
-        and on_gpu
-        and wants_cuda_graphs(mode)
-        and not makes_cache(binding)
-    ):
-        message = f"mode={mode!r}: no CUDA graph replays this step, for {report.capture_obstacle}"
-        report.warnings.append(message)
-        warnings.warn(f"kvpass: {message}.", stacklevel=2)
+    wanted = on_gpu and wants_cuda_graphs(mode) and not makes_cache(binding)
+    if wanted and report.capture_obstacle is not None:
+        reason = report.capture_obstacle
+        warn_once(f"mode={mode!r}: no CUDA graph replays this step, for {reason}", report)
 
 
 def publish(report: GraphReport) -> None:
@@ -204,11 +188,11 @@ def publish(report: GraphReport) -> None:
 
 
 def compile_inner(
-    module: GraphModule, examples: list[Any], mode: str | None, opts: Options, report: GraphReport
+    module: GraphModule, examples: list[Any], mode: str | None, compiler: str, report: GraphReport
 ) -> Callable[..., Any]:
     """Inductor's callable; where its C++ cannot be compiled the graph is run op by op."""
-    report.inner = opts.inner
-    if opts.inner == "eager":
+    report.inner = compiler
+    if compiler == "eager":
         return module
     try:
         capture = report.capture_obstacle is None
@@ -219,20 +203,19 @@ def compile_inner(
             raise
         log.debug("Inductor's error", exc_info=error)
         report.inner = "eager"
-        warn_of_compiler(problem, report)
+        warn_once(_SLOWER.format(problem), report)
         return module
 
 
-def warn_of_compiler(problem: str, report: GraphReport) -> None:
-    """Warns once per graph that there is no usable C++ compiler."""
-    message = f"{problem}; the graph runs op by op with ATen, more slowly"
+def warn_once(message: str, report: GraphReport) -> None:
+    """Warns, and notes it in the report; once per graph."""
     if message not in report.warnings:
         report.warnings.append(message)
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
 
 
 def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:
-    """What a compiled graph would call for ``kvpass::<op>``, to be called outside one.
+    """The function that a compiled graph would call for ``kvpass::<op>``, to be called outside one.
 
     Args:
         op: ``attention``, ``append``, ``pack`` or ``unpack``.
@@ -244,24 +227,6 @@ def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:
     """
     chosen, declined = lowering.choose(op, args, {})
     return chosen.target, lowering.Choice(op, op, chosen.name, declined, chosen.waits)
-
-
-def compile_ahead(call: Callable[[], object]) -> int:
-    """Compiles the Triton kernels that ``call`` would launch, several at a time, on the GPU where
-    its tensors are. What it computes meanwhile is nothing.
-
-    Returns:
-        How many there are.
-
-    Raises:
-        KernelError: if one does not compile.
-    """
-    return lowering.compile_ahead(call)
-
-
-def tunings() -> list[lowering.Tuned]:
-    """The launches whose sizes this process chose by measurement, and what it chose."""
-    return lowering.tunings()
 
 
 register_backend_once(kvpass)

@@ -6,8 +6,9 @@ they are, where it would wrap any other one in ``BackendCompilerFailed``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import TypeGuard
 
 from kvpass._torch import ShortenTraceback
 
@@ -70,3 +71,31 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:
     close = get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
     return f"Unknown {kind} {shown(name)}.{hint} Allowed: {', '.join(names)}."
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is an int or a float; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check(name: str, value: object, fits: bool, allowed: str) -> None:
+    """Raises an `OptionError` for option ``name`` unless its ``value`` ``fits``."""
+    if not fits:
+        raise OptionError(f"{name}={shown(value)} is not supported; allowed: {allowed}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    """`check` that ``value`` is True or False."""
+    check(name, value, isinstance(value, bool), "True, False")
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """`check` that ``value`` is an int of at least ``least``."""
+    fits = isinstance(value, int) and is_number(value) and value >= least
+    check(name, value, fits, f"a whole number, at least {least}")
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """`check` that ``value`` is one of ``choices``, and of the same type."""
+    fits = any(type(value) is type(choice) and value == choice for choice in choices)
+    check(name, value, fits, ", ".join(map(repr, choices)))

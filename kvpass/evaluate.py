@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvpass._torch import is_compiled
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, check_whole
 from kvpass.tensor.size import held_bytes, stored_bits
 
 NewCache = Callable[[], Any]
@@ -26,12 +26,8 @@ NewCache = Callable[[], Any]
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """A document to read, and questions about it.
-
-    Attributes:
-        document: token ids ``[T]``.
-        queries: per question the token ids that ask it, and those of the right answer.
-    """
+    """A document ``[T]`` to read, and for each question about it the token ids that ask it and
+    those of the right answer."""
 
     document: Tensor
     queries: tuple[tuple[Tensor, Tensor], ...]
@@ -42,10 +38,10 @@ class Quality:
     """What a cache does to a model's predictions.
 
     Attributes:
-        perplexity: ``exp`` of the mean negative log-likelihood in nats per token.
+        perplexity: see `kvpass.evaluate.perplexity`.
         divergence: Kullback-Leibler divergence of the predictions from those without packing, mean
-            in nats per token. It tells small losses apart for which the perplexity of as many
-            tokens is too noisy.
+            in nats per token. It shows losses that are too small for the perplexity of as many
+            tokens.
     """
 
     perplexity: float
@@ -61,7 +57,8 @@ def perplexity(
     progress: bool = False,
     batch: int = 1,
 ) -> float:
-    """Perplexity of what follows the first ``prompt`` tokens of each text, read through the cache.
+    """Perplexity of what follows the first ``prompt`` tokens of each text, read through the cache:
+    ``exp`` of the mean negative log-likelihood in nats per token.
 
     Args:
         model: a causal language model, compiled or not.
@@ -70,9 +67,6 @@ def perplexity(
         new_cache: makes the cache to pass, e.g. an oracle; None: the model makes its own.
         progress: show a bar.
         batch: texts read at a time, if they are of one length.
-
-    Returns:
-        ``exp`` of the mean negative log-likelihood in nats per token.
 
     Raises:
         OptionError: if a text has nothing to score.
@@ -134,12 +128,12 @@ def recall_accuracy(
 
     Args:
         model, new_cache, progress: see `perplexity`.
-        prompts: documents and questions. Each document is read once; its cache is copied per
-        question.
+        prompts: documents and questions. Each document is read once; its cache is copied for each
+            question.
     """
     right, count = 0, 0
     for prompt in _bar(prompts, "recall", progress):
-        _, cache = _prefill(model, prompt.document[None], new_cache)
+        _, cache = _call(model, prompt.document[None], new_cache() if new_cache else None)
         for question, answer in prompt.queries:
             right += _answers(model, copy.deepcopy(cache), question, answer)
             count += 1
@@ -162,19 +156,14 @@ def cache_bytes(cache: Any) -> tuple[int, float]:
 
 
 def _batches(texts: Sequence[Tensor], prompt: int, batch: int) -> list[Tensor]:
-    """Token ids ``[B, T]``; as many texts at a time as are of one length.
-
-    Raises:
-        OptionError: if a text has nothing to score.
-    """
+    """Token ids ``[B, T]``; as many texts at a time as are of one length."""
     for text in texts:
         if not 0 < prompt < text.numel():
             raise OptionError(
                 f"prompt={prompt} is not supported for a text of {text.numel()} tokens; "
                 f"allowed: 1 to {text.numel() - 1}."
             )
-    if batch < 1:
-        raise OptionError(f"batch={batch} is not supported; allowed: at least 1.")
+    check_whole("batch", batch, 1)
     same = (torch.stack(list(run)) for _, run in groupby(texts, torch.numel))
     return [ids for run in same for ids in run.split(batch)]
 
@@ -182,13 +171,13 @@ def _batches(texts: Sequence[Tensor], prompt: int, batch: int) -> list[Tensor]:
 def _predictions(
     model: Any, ids: Tensor, prompt: int, new_cache: NewCache | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Of every position ``prompt ... T - 1`` the log-probabilities ``[B, V]`` that the tokens
+    """Every position ``prompt ... T - 1``, with the log-probabilities ``[B, V]`` that the tokens
     ``[B, T]`` before it predict."""
-    logits, cache = _prefill(model, ids[:, :prompt], new_cache)
-    for position in range(prompt, ids.shape[1]):
-        if position > prompt:
-            logits = _step(model, ids[:, position - 1 : position], cache)
-        yield position, logits.float().log_softmax(-1)
+    logits, cache = _call(model, ids[:, :prompt], new_cache() if new_cache else None)
+    yield prompt, logits.log_softmax(-1)
+    for position in range(prompt + 1, ids.shape[1]):
+        logits, _ = _call(model, ids[:, position - 1 : position], cache)
+        yield position, logits.log_softmax(-1)
 
 
 def _surprise(predicted: Tensor, tokens: Tensor) -> float:
@@ -196,27 +185,20 @@ def _surprise(predicted: Tensor, tokens: Tensor) -> float:
     return -float(predicted.gather(1, tokens[:, None].to(predicted.device)).sum())
 
 
-def _prefill(model: Any, ids: Tensor, new_cache: NewCache | None) -> tuple[Tensor, Any]:
-    """Logits ``[B, V]`` after the last token of ``[B, T]``, and the cache."""
-    cache = new_cache() if new_cache is not None else None
+def _call(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    """Logits ``[B, V]`` after the last token of ``[B, T]``, in float32, and the cache."""
     out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1], out.past_key_values
-
-
-def _step(model: Any, tokens: Tensor, cache: Any) -> Tensor:
-    out = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits: Tensor = out.logits[:, -1]
-    return logits
+    return out.logits[:, -1].float(), out.past_key_values
 
 
 def _answers(model: Any, cache: Any, question: Tensor, answer: Tensor) -> bool:
     """Whether the greedy continuation of ``question`` is ``answer``."""
     for token in question:
-        logits = _step(model, token.view(1, 1), cache)
+        logits, _ = _call(model, token.view(1, 1), cache)
     for token in answer[:-1]:
         if int(logits.argmax()) != int(token):
             return False
-        logits = _step(model, token.view(1, 1), cache)
+        logits, _ = _call(model, token.view(1, 1), cache)
     return int(logits.argmax()) == int(answer[-1])
 
 

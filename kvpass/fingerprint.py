@@ -1,4 +1,4 @@
-"""By which weights a calibrated plan knows its model."""
+"""Samples of a model's weights, by which a calibrated plan knows the model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.fx import Graph
 from kvpass._torch import is_subclass, is_traced, source_name
 from kvpass.errors import PlanError
 
-# Values that are kept of a weight.
+# How many values of a weight are compared.
 _SAMPLES = 4
-# Between them and a model in another precision: bfloat16 keeps 8 bits, and its rounding may add up.
+# A model may have another precision: bfloat16 keeps 8 bits, and its rounding may add up.
 _TOLERANCE = 2.0**-6
 
 # A module or parameter in where Dynamo read it from, e.g. L['self']._modules['lm_head'].
@@ -41,26 +41,22 @@ def check_weights(graph: Graph, examples: Sequence[Any], known: Weights) -> None
     """
     for node, example in zip(graph.find_nodes(op="placeholder"), examples, strict=True):
         name = ".".join(_PARTS.findall(source_name(node)))
-        if name in known and isinstance(example, Tensor) and not is_traced(example):
-            found = _sampled(example)
-            # Quantized since, for example.
-            if found is not None and _differ(known[name], found):
+        if name not in known or not isinstance(example, Tensor) or is_traced(example):
+            continue
+        # None: it has been quantized since, for example.
+        if (found := _sampled(example)) is not None:
+            allowed = _TOLERANCE * max(map(abs, known[name]))
+            pairs = zip(known[name], found, strict=True)
+            if any(abs(a - b) > allowed for a, b in pairs):
                 raise PlanError(
                     f"The plan is calibrated for another model: the weight '{name}' of this one "
                     "has other values. Use kvpass.calibrate on this model."
                 )
 
 
-def _differ(expected: Sequence[float], found: Sequence[float]) -> bool:
-    least = _TOLERANCE * max(map(abs, expected))
-    pairs = zip(expected, found, strict=True)
-    return any(abs(a - b) > least for a, b in pairs)
-
-
 def _sampled(weight: Tensor) -> tuple[float, ...] | None:
-    """Values at even distances; None if it is no plain tensor of such."""
+    """Values at even distances; None if it is no plain tensor of floating numbers."""
     if is_subclass(weight) or not weight.is_floating_point() or not weight.numel():
         return None
-    places = [i * (weight.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
-    values: list[float] = weight.detach().flatten()[places].float().tolist()
-    return tuple(values)
+    positions = [i * (weight.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+    return tuple(weight.detach().flatten()[positions].float().tolist())

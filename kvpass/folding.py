@@ -7,12 +7,12 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvpass._torch import storage_key, storage_reference
+from kvpass._torch import storage_key
 from kvpass.ops.logical import permute_weight
 
-# What a permuted weight is known by: the parameter's id, the order's shape, bytes and the
-# dimension.
+# The parameter's id, the order's shape and bytes, and the dimension.
 _Key = tuple[int, tuple[int, ...], bytes, int]
 
 
@@ -26,24 +26,20 @@ class _Derived:
     def derive(self, parameter: Tensor, fold: Fold) -> Tensor:
         """Permutes the parameter as it is now."""
         # Another tensor must not be taken for this one because it has the address.
-        self._storage = storage_reference(parameter)
-        self._version, self._key = parameter._version, storage_key(parameter)
-        self._layout = (parameter.data_ptr(), parameter.stride(), parameter.dtype)
+        self._storage = StorageWeakRef(parameter.untyped_storage())
+        self._content = _content(parameter)
         self.tensor = fold.permuted(parameter)
         return self.tensor
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """The permuted parameter; None if it has changed, in place or by another storage or
-        layout. This runs per weight and step."""
-        if (
-            self.tensor is not None
-            and self.parameter() is parameter
-            and self._version == parameter._version
-            and self._key == storage_key(parameter)
-            and self._layout == (parameter.data_ptr(), parameter.stride(), parameter.dtype)
-        ):
-            return self.tensor
-        return None
+        """The permuted parameter; None if it has changed. This runs for every weight and step."""
+        known = self.tensor is not None and self.parameter() is parameter
+        return self.tensor if known and self._content == _content(parameter) else None
+
+
+def _content(x: Tensor) -> tuple[object, ...]:
+    """Differs when ``x`` has changed, in place or by another storage or layout."""
+    return x._version, storage_key(x), x.data_ptr(), x.stride(), x.dtype
 
 
 _lock = threading.Lock()
@@ -58,12 +54,13 @@ class Fold:
     not changed: neither in place nor by ``parameter.data = ...``. (A change in place of
     ``parameter.data`` cannot be seen, by autograd neither.)
 
-    Attributes:
-        position: of the parameter among the arguments of Dynamo's graph.
+    Args:
+        position: the parameter's among the arguments of Dynamo's graph.
+        order: int64 of any shape, which replaces ``dim`` in the result.
+        dim: the dimension that is permuted.
     """
 
     def __init__(self, position: int, order: Tensor, dim: int) -> None:
-        """``order``: int64 of any shape, which takes the place of ``dim`` in the result."""
         self.position = position
         self._order, self._dim = order, dim
         self._name = (tuple(order.shape), order.cpu().numpy().tobytes(), dim)
@@ -83,7 +80,7 @@ class Fold:
             return held.derive(parameter, self) if current is None else current
 
     def _find(self, parameter: Tensor) -> _Derived:
-        # Those of parameters that are gone go with them.
+        # Drops what was derived of parameters that are gone.
         for key in [key for key, held in self._held.items() if held.parameter() is None]:
             del self._held[key]
         name = (id(parameter), *self._name)

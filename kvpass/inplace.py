@@ -20,19 +20,16 @@ from kvpass.ops import logical
 from kvpass.plan import LayerPlan, Plan
 from kvpass.rules import Context, apply_rules
 
-# Enough for one step.
-_TOKENS = 4
-
 
 @torch.no_grad()
 def fold_inplace(model: Any, plan: Plan) -> Plan:
     """Permutes the weights of ``model``, which answers as before, so that its compiled graphs need
     no copies of them.
 
-    That takes orders which leave nothing behind: those of values, and those of keys without rotary
+    Orders fold that leave nothing behind: those of values, and those of keys without rotary
     embeddings. Key orders under rotary embeddings stay in the plan, since a model cannot rotate its
-    heads in orders of their own; they are folded when the model is compiled. (So do orders that do
-    not fold at all.)
+    heads in orders of their own; they are folded when the model is compiled. Orders that do not
+    fold at all stay, too.
 
     Args:
         model: a causal language model of transformers, not compiled. Changed in place.
@@ -46,33 +43,23 @@ def fold_inplace(model: Any, plan: Plan) -> Plan:
         PlanError: if the plan does not fit the model.
     """
     for kind in ("value_order", "key_order"):
-        alone = {n: _with_order(LayerPlan(), kind, x) for n, x in plan.layers.items()}
+        alone = {n: LayerPlan(**{kind: getattr(x, kind)}) for n, x in plan.layers.items()}
         changes = _changes(model, replace(plan, layers=alone, default=LayerPlan()))
         if not changes:
             continue
         for weight, permuted in changes:
             weight.copy_(permuted)
-        plan = replace(
-            plan,
-            layers={
-                name: _with_order(layer, kind, LayerPlan()) for name, layer in plan.layers.items()
-            },
-        )
+        none: Any = {kind: None}
+        plan = replace(plan, layers={n: replace(x, **none) for n, x in plan.layers.items()})
     if plan.calibration is None:
         return plan
     weights = fingerprint(model, plan.layers)
     return replace(plan, calibration=replace(plan.calibration, weights=weights))
 
 
-def _with_order(layer: LayerPlan, kind: str, other: LayerPlan) -> LayerPlan:
-    """``layer`` with the order of this kind that ``other`` has."""
-    change: dict[str, Any] = {kind: getattr(other, kind)}
-    return replace(layer, **change)
-
-
 def _changes(model: Any, plan: Plan) -> list[tuple[Tensor, Tensor]]:
-    """The weights that ``plan`` folds its orders into, and what becomes of them; none if anything
-    of the orders is left in a graph."""
+    """The weights that ``plan`` folds its orders into, and their new values; none if anything of
+    the orders is left in a graph."""
     changes: dict[int, tuple[Tensor, Tensor]] = {}
     left = False
 
@@ -80,9 +67,8 @@ def _changes(model: Any, plan: Plan) -> list[tuple[Tensor, Tensor]]:
         nonlocal left
         module = copy_module(gm)
         apply_rules(Context(module.graph, find_sites(module.graph), plan))
-        targets = [node.target for node in module.graph.nodes]
+        left |= logical.permute_channels in [node.target for node in module.graph.nodes]
         binding = bind_state(module.graph, examples)
-        left |= logical.permute_channels in targets
         for fold in binding.folds:
             weight = examples[fold.position]
             # A weight of two graphs would be permuted for one of them only.
@@ -93,8 +79,7 @@ def _changes(model: Any, plan: Plan) -> list[tuple[Tensor, Tensor]]:
 
     if is_compiled(model):
         raise PlanError("The model is compiled already; fold the plan before model.compile().")
-    device = next(model.parameters()).device
-    ids = torch.ones(1, _TOKENS, dtype=torch.int64, device=device)
+    ids = torch.ones(1, 4, dtype=torch.int64, device=next(model.parameters()).device)
     with many_graphs():
         run: Any = torch.compile(model, backend=capture)
         run(input_ids=ids, use_cache=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
-from kvpass.errors import OptionError, shown, unknown
+from kvpass.errors import OptionError, check, check_flag, shown, unknown
 from kvpass.plan import Plan
 from kvpass.recipes import DEFAULT, RECIPES, Recipe, overridden, recipe
 
@@ -17,7 +17,7 @@ _OWN = ("inner", "mode", "strict")
 
 @dataclass(frozen=True)
 class Options:
-    """What a user can say.
+    """The options of a user.
 
     Attributes:
         planner: a recipe or a plan; also the name of a recipe, or of a plan's file.
@@ -40,27 +40,21 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         PlanError: if the plan's file cannot be read.
     """
     rest = dict(options or {})
-    chosen = rest.pop("recipe", DEFAULT)
-    strict = rest.pop("strict", False)
-    inner = rest.pop("inner", "inductor")
-    mode = rest.pop("mode", None)
-    if not isinstance(mode, str | None):
-        raise OptionError(f"mode={shown(mode)} is not supported; allowed: a mode of Inductor.")
-    if not isinstance(strict, bool):
-        raise OptionError(f"strict={shown(strict)} is not supported; allowed: True, False.")
+    chosen, strict = rest.pop("recipe", DEFAULT), rest.pop("strict", False)
+    inner, mode = rest.pop("inner", "inductor"), rest.pop("mode", None)
+    check("mode", mode, isinstance(mode, str | None), "a mode of Inductor")
+    check_flag("strict", strict)
     if not isinstance(inner, str) or inner not in INNER:
         raise OptionError(unknown("inner compiler", inner, INNER))
     return Options(_planner(chosen, rest), strict, cast(Any, inner), mode)
 
 
 def compile_config(**options: Any) -> Any:
-    """A ``CompileConfig`` of transformers for ``generate(..., cache_implementation="static")``.
+    """A ``CompileConfig`` of transformers for ``generate(..., cache_implementation="static")``,
+    with ``options`` as in ``model.compile(backend="kvpass", options=...)``.
 
     transformers compiles what ``generate`` calls on accelerators only; with this it does so on
     CPUs, too. ``model.compile(backend="kvpass")`` needs none of it.
-
-    Args:
-        options: as in ``model.compile(backend="kvpass", options=...)``.
 
     Raises:
         OptionError: if one is not allowed.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -12,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvpass.cocktail.context import current
+from kvpass.cocktail.context import request_for
 from kvpass.errors import OptionError
 from kvpass.format.chunked_plan import ChunkedPlan
-from kvpass.format.filters import empty_kept, keep, restored
+from kvpass.format.filters import retain, with_retained
 from kvpass.format.quantize import fake_quantize
 from kvpass.format.retention import MAX_STEP
 from kvpass.format.rope import Rope
@@ -23,24 +25,24 @@ from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 
 
-class RotaryTables:
-    """The cosines and sines that a model computes, as its last call did.
+class Rotary:
+    """What a model's rotary embedding has returned last.
 
     Attributes:
-        rope: what it does with them.
-        rows: see `Rope`.
+        rope: how the model rotates.
+        cos_sin: cosines and sines of the last call's tokens, see `Rope`.
     """
 
     def __init__(self, module: torch.nn.Module, kind: str) -> None:
         self._kind = kind
         self.rope: Rope
-        self.rows: Tensor
-        # Not for longer than the cache lives.
-        weakref.finalize(self, module.register_forward_hook(_Hook(self)).remove)
+        self.cos_sin: Tensor
+        # The hook goes when the cache does.
+        weakref.finalize(self, module.register_forward_hook(_Hook(weakref.ref(self))).remove)
 
     @staticmethod
-    def of(model: Any) -> RotaryTables | None:
-        """Those of ``model``; None if it has no rotary embedding.
+    def of(model: Any) -> Rotary | None:
+        """The rotary embedding of ``model``; None if it has none.
 
         Raises:
             OptionError: if it has several, or one of unknown pairs.
@@ -55,14 +57,14 @@ class RotaryTables:
             raise OptionError(
                 f"The rotary embeddings of {type(model).__name__} are not known to the oracle."
             )
-        return RotaryTables(found[0], kinds[tuple(rotated)])
+        return Rotary(found[0], kinds[tuple(rotated)])
 
-    def __deepcopy__(self, memo: Any) -> RotaryTables:
-        """Copies of a cache are used by the same model."""
+    def __deepcopy__(self, memo: Any) -> Rotary:
+        """Itself: copies of a cache are used by the same model."""
         return self
 
-    def see(self, cos: Tensor, sin: Tensor) -> None:
-        """Keeps what the model has computed."""
+    def keep(self, cos: Tensor, sin: Tensor) -> None:
+        """Keeps what the model has computed, each pair once."""
         channels = cos.shape[-1]
         self.rope = Rope.parse(f"{self._kind}0-{channels}")
         half = slice(None, channels // 2)
@@ -70,30 +72,31 @@ class RotaryTables:
             cos[..., half], cos[..., channels // 2 :]
         ):
             half = slice(None, None, 2)
-        self.rows = torch.cat([cos[..., half], sin[..., half]], dim=-1)
+        self.cos_sin = torch.cat([cos[..., half], sin[..., half]], dim=-1)
 
 
 class _Hook:
-    """Tells `RotaryTables` what a module returns, without keeping them alive."""
+    """Gives a `Rotary` what its module returns, without keeping it alive."""
 
-    def __init__(self, tables: RotaryTables) -> None:
-        self._tables = weakref.ref(tables)
+    def __init__(self, rotary: Callable[[], Rotary | None]) -> None:
+        self._rotary = rotary
 
     def __call__(self, module: Any, args: Any, result: tuple[Tensor, Tensor]) -> None:
-        if (tables := self._tables()) is not None:
-            tables.see(*result)
+        if (rotary := self._rotary()) is not None:
+            rotary.keep(*result)
 
     def __deepcopy__(self, memo: Any) -> Any:
+        """The hook of a copied model, which does nothing."""
         return _nothing
 
 
 def _nothing(module: Any, args: Any, result: Any) -> None:
-    """The hook of a copied model."""
+    pass
 
 
-def inverse_rows(rows: Tensor) -> Tensor:
-    """The rows that undo ``rows``."""
-    cos, sin = rows.float().chunk(2, dim=-1)
+def inverse_cos_sin(cos_sin: Tensor) -> Tensor:
+    """The cosines and sines that undo ``cos_sin`` ``[..., channels]``, in float32."""
+    cos, sin = cos_sin.float().chunk(2, dim=-1)
     squared = cos.square() + sin.square()
     return torch.cat([cos / squared, -sin / squared], dim=-1)
 
@@ -105,18 +108,18 @@ class OracleLayer(DynamicLayer):
     but for the sinks.
     """
 
-    def __init__(self, plan: LayerPlan, tables: RotaryTables | None = None) -> None:
+    def __init__(self, plan: LayerPlan, rotary: Rotary | None = None) -> None:
         super().__init__()
         self.plan = plan
-        # The rotary embeddings of the tokens, where keys are stored before them.
-        self.tables = tables
-        self.rows: Tensor | None = None
+        # Where keys are stored before their rotary embedding: what rotates them, and all tokens'
+        # cosines and sines.
+        self.rotary = rotary
+        self.cos_sin: Tensor | None = None
         self.packed = {"keys": 0, "values": 0}
-        # With a filter: what is packed, as if nothing of it were kept, and what is kept.
+        # With a filter: what is packed, as if nothing of it were retained; and what is retained,
+        # and its positions.
         self.rounded: dict[str, Tensor] = {}
-        self.kept: dict[str, list[Tensor]] = {}
-        # With chunks: tokens before those of this call.
-        self._past = 0
+        self.retained: dict[str, tuple[Tensor, Tensor]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -124,91 +127,87 @@ class OracleLayer(DynamicLayer):
         """Appends ``[B, H, n, D]`` and returns what attention reads in this step."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.tables is not None:
-            new = self.tables.rows
-            self.rows = new if self.rows is None else torch.cat([self.rows, new], dim=1)
+        if self.rotary is not None:
+            new = self.rotary.cos_sin
+            self.cos_sin = new if self.cos_sin is None else torch.cat([self.cos_sin, new], dim=1)
         return self._extend("keys", key_states), self._extend("values", value_states)
 
     def _extend(self, name: str, new: Tensor) -> Tensor:
         """A decode step rounds what was due before it; a prefill attends exactly, then rounds."""
         stored: Tensor = getattr(self, name)
+        past = stored.shape[2] if stored.dim() == 4 else 0
         decode_step = stored.dim() == 4 and new.shape[2] <= MAX_STEP
         if isinstance(getattr(self.plan, name), ChunkedPlan):
-            attended = torch.cat([stored, new], dim=2)
-            kept = new if decode_step else self._round_chunks(name, new)
-            setattr(self, name, torch.cat([stored, kept], dim=2))
-            return attended
+            rounded = new if decode_step else self._round_chunks(name, new, past)
+            setattr(self, name, torch.cat([stored, rounded], dim=2))
+            return torch.cat([stored, new], dim=2)
         if decode_step:
             stored = self._round_due(name, stored)
         attended = torch.cat([stored, new], dim=2)
         setattr(self, name, attended if decode_step else self._round_due(name, attended))
         return attended
 
-    def _round_chunks(self, name: str, new: Tensor) -> Tensor:
-        """Each chunk of a prompt ``new`` in its own bits, where it stands."""
-        plan: ChunkedPlan = getattr(self.plan, name)
-        request, past = current(), self.get_seq_length() if name == "keys" else self._past
-        self._past = past
-        if request is None or not request.applies(past, new.shape[2]):
+    def _round_chunks(self, name: str, new: Tensor, past: int) -> Tensor:
+        """Each chunk of a prompt ``new``, behind ``past`` tokens, in its own bits."""
+        plan, order, _ = self.plan.stored(name)
+        if (request := request_for(past, new.shape[2])) is None:
             return new
         bits, out = request.bits, new.clone()
-        order = self.plan.key_order if name == "keys" else self.plan.value_order
-        codecs = {codec.bits: codec for codec in plan.chunk_codecs if not codec.identity}
+        codecs = {codec.bits: codec for codec in plan.codecs if not codec.identity}
         for row, (start, asked) in enumerate(zip(bits.starts, bits.bits, strict=True)):
-            for chunk, level in enumerate(asked):
-                first = start + chunk * bits.chunk
-                exact = new[row : row + 1, :, first : first + bits.chunk]
-                if level in codecs:
-                    exact = exact if order is None else order.store(exact)
-                    exact = fake_quantize(codecs[level], exact).to(new.dtype)
-                    exact = exact if order is None else order.restore(exact)
-                out[row, :, first : first + bits.chunk] = exact[0]
+            for first, chunk_bits in zip(count(start, bits.chunk), asked, strict=False):
+                if chunk_bits in codecs:
+                    x = new[row : row + 1, :, first : first + bits.chunk]
+                    x = x if order is None else order.store(x)
+                    x = fake_quantize(codecs[chunk_bits], x).to(new.dtype)
+                    x = x if order is None else order.restore(x)
+                    out[row, :, first : first + bits.chunk] = x[0]
         return out
 
     def _round_due(self, name: str, stored: Tensor) -> Tensor:
-        plan: TensorPlan = getattr(self.plan, name)
-        first = max(self.packed[name], plan.retention.sinks)
-        due = plan.retention.due(stored.shape[2] - first, first - plan.retention.sinks)
+        plan, order, ranges = self.plan.stored(name)
+        sinks = plan.retention.sinks
+        first = max(self.packed[name], sinks)
+        due = plan.retention.due(stored.shape[2] - first, first - sinks)
         if plan.codec.identity or due == 0:
             return stored
-        order = self.plan.key_order if name == "keys" else self.plan.value_order
         exact = stored[:, :, first : first + due]
         exact = exact if order is None else order.store(exact)
-        turns = self.tables.rope if self.tables is not None and name == "keys" else None
-        rows = None if self.rows is None else self.rows[:, first : first + due]
-        ranges = self.plan.key_ranges if name == "keys" else None
-        if turns is not None and rows is not None:
-            exact = turns.turn(exact, inverse_rows(rows))
-        params = None if ranges is None else ranges.tensor(exact.device)
-        rounded = fake_quantize(plan.codec, exact, params).to(stored.dtype)
-        if turns is not None and rows is not None:
-            rounded = turns.turn(rounded, rows)
+        rope = self.rotary.rope if self.rotary is not None and name == "keys" else None
+        cos_sin = None if self.cos_sin is None else self.cos_sin[:, first : first + due]
+        if rope is not None and cos_sin is not None:
+            exact = rope.rotate(exact, inverse_cos_sin(cos_sin))
+        qparams = None if ranges is None else ranges.tensor(exact.device)
+        rounded = fake_quantize(plan.codec, exact, qparams).to(stored.dtype)
+        if rope is not None and cos_sin is not None:
+            rounded = rope.rotate(rounded, cos_sin)
         if plan.retention.filter is not None:
-            rounded, first = self._filtered(name, plan, exact, rounded), plan.retention.sinks
+            rounded, first = self._with_retained(name, plan, exact, rounded), sinks
         rounded = rounded if order is None else order.restore(rounded)
         end = self.packed[name] = first + rounded.shape[2]
         return torch.cat([stored[:, :, :first], rounded, stored[:, :, end:]], dim=2)
 
-    def _filtered(self, name: str, plan: TensorPlan, exact: Tensor, rounded: Tensor) -> Tensor:
+    def _with_retained(self, name: str, plan: TensorPlan, exact: Tensor, rounded: Tensor) -> Tensor:
         """All packed tokens, after ``exact`` ones have joined them, which are ``rounded``."""
         assert plan.retention.filter is not None
-        before = self.rounded.get(name, rounded[:, :, :0])
-        sinks, kept = (
-            plan.retention.sinks,
-            self.kept.setdefault(name, empty_kept(exact, plan.retained)),
-        )
-        keep(kept[0], kept[1], plan.retention.filter, sinks + before.shape[2], exact)
-        self.rounded[name] = torch.cat([before, rounded], dim=2)
-        return restored(self.rounded[name], sinks, kept[0], kept[1])
+        if name not in self.retained:
+            shape = (*exact.shape[:2], plan.retained)
+            positions = exact.new_full(shape, -1, dtype=torch.int32)
+            self.retained[name] = exact.new_zeros((*shape, exact.shape[3])), positions
+            self.rounded[name] = rounded[:, :, :0]
+        first = plan.retention.sinks + self.rounded[name].shape[2]
+        retain(*self.retained[name], plan.retention.filter, first, exact)
+        self.rounded[name] = torch.cat([self.rounded[name], rounded], dim=2)
+        return with_retained(self.rounded[name], plan.retention.sinks, *self.retained[name])
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Crops; a group of tokens that is cut through counts as exact from then on."""
-        if self.kept:
+        if self.retained:
             raise OptionError("The oracle of a plan with a filter cannot be cropped.")
         super().crop(*args, **kwargs)
-        self.rows = None if self.rows is None else self.rows[:, : self.get_seq_length()]
+        self.cos_sin = None if self.cos_sin is None else self.cos_sin[:, : self.get_seq_length()]
         for name in self.packed:
-            plan: TensorPlan = getattr(self.plan, name)
+            plan, _, _ = self.plan.stored(name)
             group, sinks = plan.codec.token_group, plan.retention.sinks
             whole = sinks + (self.get_seq_length() - sinks) // group * group
             self.packed[name] = min(self.packed[name], whole)
@@ -217,20 +216,18 @@ class OracleLayer(DynamicLayer):
         """Forgets everything."""
         super().reset()
         self.packed = {"keys": 0, "values": 0}
-        self.rounded, self.kept, self.rows = {}, {}, None
+        self.rounded, self.retained, self.cos_sin = {}, {}, None
 
 
 class OracleSlidingLayer(OracleLayer):
-    """The same for a layer with a sliding window: it keeps all tokens, and shows the last ones."""
+    """`OracleLayer` with a sliding window: it keeps all tokens, and shows the last ones."""
 
     is_sliding = True
 
-    def __init__(
-        self, plan: LayerPlan, sliding_window: int, tables: RotaryTables | None = None
-    ) -> None:
+    def __init__(self, plan: LayerPlan, sliding_window: int, rotary: Rotary | None = None) -> None:
         keep = sliding_window - 1
         keys, values = plan.keys.sliding(keep), plan.values.sliding(keep)
-        super().__init__(replace(plan, keys=keys, values=values), tables)
+        super().__init__(replace(plan, keys=keys, values=values), rotary)
         self.sliding_window = sliding_window
 
     def update(
@@ -255,7 +252,7 @@ class OracleSlidingLayer(OracleLayer):
         return shown + query_length, past - shown
 
     def get_max_length(self) -> int:
-        """As transformers' layer."""
+        """The window, as transformers' layer."""
         return self.sliding_window
 
 
@@ -264,8 +261,8 @@ def oracle_cache(plan: Plan, config: Any, model: Any = None) -> DynamicCache:
 
     Args:
         plan: e.g. ``kvpass.recipe("kivi-2bit").plan(model.config)``.
-        config: of the model.
-        model: that is to use it; needed where keys are stored before their rotary embedding.
+        config: the model's.
+        model: the model itself; needed where keys are stored before their rotary embedding.
 
     Returns:
         To be passed as ``past_key_values`` to the uncompiled model. Layers that kvpass does not
@@ -273,29 +270,23 @@ def oracle_cache(plan: Plan, config: Any, model: Any = None) -> DynamicCache:
     """
     cache = cast(DynamicCache, DynamicCache(config=config))
     plans = [plan.layer_at(i) for i in range(len(cache.layers))]
-    tables = RotaryTables.of(model) if any(p.before_rope for p in plans) else None
-    cache.layers = [_oracle_layer(p, x, tables) for p, x in zip(plans, cache.layers, strict=True)]
+    rotary = Rotary.of(model) if any(p.before_rope for p in plans) else None
+    cache.layers = [_oracle_layer(p, x, rotary) for p, x in zip(plans, cache.layers, strict=True)]
     return cache
 
 
-def _oracle_layer(plan: LayerPlan, layer: Any, tables: RotaryTables | None) -> Any:
-    if type(layer) is DynamicLayer:
-        return OracleLayer(plan, tables)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return OracleSlidingLayer(plan, layer.sliding_window, tables)
-    update = getattr(type(layer), "update", None)
+def _oracle_layer(plan: LayerPlan, layer: Any, rotary: Rotary | None) -> Any:
+    own, update = type(layer), getattr(type(layer), "update", None)
     if update is DynamicLayer.update:
-        return _extended(layer, OracleLayer(plan, tables))
-    if update is DynamicSlidingWindowLayer.update:
-        return _extended(layer, OracleSlidingLayer(plan, layer.sliding_window, tables))
-    return layer
-
-
-def _extended(layer: Any, oracle: OracleLayer) -> Any:
-    """A layer that keeps more than keys and values (recurrent states, say), which it rounds."""
-    kind, own = type(oracle), type(layer)
+        oracle = OracleLayer(plan, rotary)
+    elif update is DynamicSlidingWindowLayer.update:
+        oracle = OracleSlidingLayer(plan, layer.sliding_window, rotary)
+    else:
+        return layer
+    if own in (DynamicLayer, DynamicSlidingWindowLayer):
+        return oracle
+    # It keeps more than keys and values: recurrent states, say.
+    kind = type(oracle)
     layer.__class__ = type(f"{kind.__name__}Of{own.__name__}", (kind, own), {})
-    layer.plan, layer.packed = oracle.plan, oracle.packed
-    layer.rounded, layer.kept = oracle.rounded, oracle.kept
-    layer.tables, layer.rows = oracle.tables, oracle.rows
+    vars(layer).update(vars(oracle))
     return layer

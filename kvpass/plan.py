@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,24 +16,26 @@ from torch import Tensor
 
 from kvpass.errors import PlanError, cut, shown
 from kvpass.fingerprint import Weights
+from kvpass.format.channels import ChannelOrder, ChannelRanges
 from kvpass.format.codec import Codec
-from kvpass.format.order import ChannelOrder
 from kvpass.format.parse import modern_words, parse_plan
-from kvpass.format.ranges import ChannelRanges
 from kvpass.format.tensor_plan import TensorPlan
 
 FORMAT = 1
 PLAIN = TensorPlan()
-_ORDERS = ("key_order", "value_order")
+# The fields of a layer's plan that are saved as tensors.
+_SAVED: dict[str, Any] = {
+    "key_order": ChannelOrder, "value_order": ChannelOrder, "key_ranges": ChannelRanges,
+}  # fmt: skip
 # Characters of a path in an error; longer ones name no file.
 _MOST_PATH = 255
-# Of layers, in what is printed of a plan.
+# Kinds of layers in what is printed of a plan.
 _KINDS_SHOWN = 3
 
 
 @dataclass(frozen=True, repr=False)
 class LayerPlan:
-    """How the keys and the values of one attention layer are stored.
+    """The storage of the keys and the values of one attention layer.
 
     Attributes:
         keys, values: codec and retention.
@@ -51,24 +53,28 @@ class LayerPlan:
     key_ranges: ChannelRanges | None = None
 
     def __repr__(self) -> str:
-        orders = [name for name in _ORDERS if getattr(self, name) is not None]
-        more = [*orders, *["before_rope"] * self.before_rope]
-        more += ["key_ranges"] * (self.key_ranges is not None)
+        more = [f.name for f in fields(self)[2:] if getattr(self, f.name)]
         parts = [f"keys='{self.keys.summary()}'", f"values='{self.values.summary()}'", *more]
         return f"LayerPlan({', '.join(parts)})"
 
+    def stored(self, kind: str) -> tuple[TensorPlan, ChannelOrder | None, ChannelRanges | None]:
+        """The plan, the order and the ranges of the ``keys``, or of the ``values``."""
+        if kind == "keys":
+            return self.keys, self.key_order, self.key_ranges
+        return self.values, self.value_order, None
+
     def check(self, layer: str, key_dim: int, value_dim: int, kv_heads: int | None = None) -> None:
-        """Raises:
-        PlanError: if so many heads (None: any number) of so many channels cannot be stored as
-            planned.
+        """Refuses a plan that does not fit ``kv_heads`` (None: any number) of so many channels.
+
+        Raises:
+            PlanError: if this is one.
         """
-        for kind, order, dim in (
-            ("keys", self.key_order, key_dim),
-            ("values", self.value_order, value_dim),
-        ):
-            if order is not None and (problem := order.misfit(kv_heads, dim)):
-                raise PlanError(f"The channel order of the {kind} of layer '{layer}': {problem}.")
-        for kind, plan, dim in (("keys", self.keys, key_dim), ("values", self.values, value_dim)):
+        for kind, dim in (("keys", key_dim), ("values", value_dim)):
+            plan, order, _ = self.stored(kind)
+            if order is not None and (problem := order.unsupported_reason(kv_heads, dim)):
+                raise PlanError(
+                    f"The channel order of the {kind} of layer '{layer}': it is {problem}."
+                )
             problems = (codec.unsupported_reason(dim, kv_heads) for codec in plan.codecs)
             if problem := next(filter(None, problems), None):
                 codec = plan.summary().split("/")[0]
@@ -92,12 +98,15 @@ class LayerPlan:
         if self.before_rope and self.key_order is not None:
             raise PlanError(f"Layer '{layer}': keys before RoPE stay in the model's order.")
         if self.key_ranges is not None:
-            dtype = self.keys.codec.qparam_dtype
-            if problem := self.key_ranges.misfit(kv_heads, key_dim, dtype):
-                raise PlanError(f"The ranges of the keys of layer '{layer}': {problem}.")
+            problem = self.key_ranges.unsupported_reason(kv_heads, key_dim)
+            found, needed = self.key_ranges.dtype, self.keys.codec.qparam_dtype
+            if problem is None and f"torch.{found}" != str(needed):
+                problem = f"{found}, the codec needs {needed}"
+            if problem is not None:
+                raise PlanError(f"The ranges of the keys of layer '{layer}': they are {problem}.")
 
     def unknown(self, layer: str, dim: int) -> TensorPlan:
-        """How a cache tensor of ``dim`` channels is stored that no known attention reads as keys or
+        """The plan of a cache tensor of ``dim`` channels that no known attention reads as keys or
         as values, such as the latents of multi-head latent attention.
 
         Per token, as the values are, which is sound whatever the tensor means: keys per channel
@@ -116,8 +125,7 @@ class LayerPlan:
         group = math.gcd(codec.group if codec.axis == "token" else 32, dim)
         if group < 2:
             raise PlanError(f"The cache of layer '{layer}' has {dim} channels: no group fits.")
-        bits = max(codec.bits, 4)
-        plan = TensorPlan(Codec(bits, "token", group), values.retention)
+        plan = TensorPlan(Codec(max(codec.bits, 4), "token", group), values.retention)
         if problem := plan.codec.unsupported_reason(dim):
             raise PlanError(
                 f"The cache of layer '{layer}' cannot be stored as {plan.codec}: {problem}."
@@ -126,7 +134,7 @@ class LayerPlan:
 
 
 class Planner(Protocol):
-    """What says how a layer is stored: a `Plan`, or a recipe."""
+    """A `Plan` or a recipe: it says how a layer is stored."""
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """See `Plan.layer_plan`."""
@@ -140,13 +148,13 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a calibrated plan comes from.
+    """The origin of a calibrated plan.
 
     Attributes:
-        seed: of all that was drawn.
-        tokens: that the model has read.
+        seed: the seed of all random numbers.
+        tokens: the number of tokens that the model has read.
         weights: see `kvpass.fingerprint`.
-        versions: of the libraries.
+        versions: the versions of libraries.
     """
 
     seed: int
@@ -164,7 +172,7 @@ class Plan:
         layers: by the attention module's path, e.g. ``model.layers.0.self_attn``, or by the number
             of the layer in it, e.g. ``0``.
         recipe: the name of the recipe that made it.
-        calibration: where it comes from, if from texts: then it names all layers.
+        calibration: the origin of a plan that is made from texts, which names all layers.
     """
 
     default: LayerPlan = LayerPlan()
@@ -214,7 +222,7 @@ class Plan:
         return self.layer(path).unknown(path, dim)
 
     def warning(self, query_heads: int, kv_heads: int) -> str | None:
-        """None: whoever made the plan has been told."""
+        """None: whoever made the plan has been warned."""
         return None
 
     def save(self, path: str | Path) -> None:
@@ -224,10 +232,7 @@ class Plan:
             "format": FORMAT,
             "recipe": self.recipe,
             "default": _layer_json(self.default, "default", tensors),
-            "layers": {
-                name: _layer_json(plan, f"layers/{name}", tensors)
-                for name, plan in self.layers.items()
-            },
+            "layers": {n: _layer_json(x, f"layers/{n}", tensors) for n, x in self.layers.items()},
         }
         if self.calibration is not None:
             header["calibration"] = asdict(self.calibration)
@@ -265,18 +270,14 @@ class Plan:
 
 
 def _layer_json(plan: LayerPlan, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """The header of a layer, whose orders join ``tensors``."""
+    """The header of a layer, whose orders and ranges join ``tensors``."""
     header = {"keys": str(plan.keys), "values": str(plan.values)}
-    for kind in _ORDERS:
-        order: ChannelOrder | None = getattr(plan, kind)
-        if order is not None:
-            header[kind] = f"{name}/{kind}"
-            tensors[header[kind]] = order.tensor().clone()
     if plan.before_rope:
         header["before_rope"] = "yes"
-    if plan.key_ranges is not None:
-        header["key_ranges"] = f"{name}/key_ranges"
-        tensors[header["key_ranges"]] = plan.key_ranges.tensor().clone()
+    for kind in _SAVED:
+        if (data := getattr(plan, kind)) is not None:
+            header[kind] = f"{name}/{kind}"
+            tensors[header[kind]] = data.tensor().clone()
     return header
 
 
@@ -290,12 +291,5 @@ def _calibration(header: Mapping[str, Any] | None) -> Calibration | None:
 
 def _layer_plan(header: Mapping[str, Any], file: Any) -> LayerPlan:
     keys, values = (parse_plan(modern_words(header[kind])) for kind in ("keys", "values"))
-    orders = {k: ChannelOrder.of(file.get_tensor(header[k])) for k in _ORDERS if k in header}
-    ranges = header.get("key_ranges")
-    return LayerPlan(
-        keys,
-        values,
-        **orders,
-        before_rope="before_rope" in header,
-        key_ranges=None if ranges is None else ChannelRanges.of(file.get_tensor(ranges)),
-    )
+    saved = {k: t.of(file.get_tensor(header[k])) for k, t in _SAVED.items() if k in header}
+    return LayerPlan(keys, values, before_rope="before_rope" in header, **saved)

@@ -19,9 +19,7 @@ class Choice:
     """What one node was lowered to.
 
     Attributes:
-        op: name in the ``kvpass`` namespace.
-        node: name of the node.
-        provider: name of the provider that was chosen.
+        op, node, provider: names; that of the op is without its namespace.
         declined: better providers, each with the reason why it declined.
         waits: the provider waits for the device, if that is a GPU.
     """
@@ -37,7 +35,7 @@ def lower(graph: Graph) -> list[Choice]:
     """Retargets every ``kvpass::`` op to the first provider that supports its arguments.
 
     Args:
-        graph: whose nodes carry their fake tensors in ``meta["example_value"]``.
+        graph: nodes carry their fake tensors in ``meta["example_value"]``.
 
     Returns:
         One choice for each such op, in the order of the graph.
@@ -61,8 +59,7 @@ def served_by(node: Node) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 
 def _choose_for(op: str, node: Node) -> tuple[Provider, tuple[tuple[str, str], ...]]:
-    args = map_arg(node.args, lambda n: n.meta["example_value"])
-    kwargs = map_arg(node.kwargs, lambda n: n.meta["example_value"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
     return choose(op, args, kwargs)
 
 

@@ -66,15 +66,15 @@ def load_kernels(template: str, **parameters: Any) -> ModuleType:
 
 
 def digest(text: str) -> str:
-    """What names a file by its content."""
+    """The part of a file's name that its content gives."""
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
 
 
 @cache
 def sources_digest() -> str:
-    """Of the code that makes kernels and launches them."""
-    folders = (Path(__file__).parent, TEMPLATES)
-    files = sorted(p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".jinja"))
+    """The digest of the code that makes kernels and launches them."""
+    folders, suffixes = (Path(__file__).parent, TEMPLATES), (".py", ".jinja", ".h")
+    files = sorted(p for f in folders for p in f.rglob("*") if p.suffix in suffixes)
     return digest("".join(file.read_text(encoding="utf-8") for file in files))
 
 
@@ -110,7 +110,7 @@ def _written(path: Path, text: str) -> Path:
 
 @cache
 def _temporary_folder(reason: str) -> Path:
-    """In place of the cache folder, which cannot be used for that reason."""
+    """A folder in place of the cache folder, which cannot be used for that reason."""
     folder = tempfile.mkdtemp(prefix="kvpass_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     warnings.warn(

@@ -32,11 +32,11 @@ class Provider:
 
     Attributes:
         name: ``cpp``, ``triton`` or ``aten``.
-        op: of the ``kvpass`` namespace.
-        target: what to call, with the op's arguments.
-        unsupported_reason: given the op's arguments (tensors may be fake), why it declines them,
+        op: its name in the ``kvpass`` namespace.
+        target: the function that takes the op's arguments.
+        unsupported_reason: from the op's arguments (tensors may be fake) to why they are declined,
             or None.
-        waits: for the device, to read lengths on the host.
+        waits: it waits for the device, to read lengths on the host.
     """
 
     name: str
@@ -46,18 +46,14 @@ class Provider:
     waits: bool = False
 
 
-def _supports_all(*args: Any, **kwargs: Any) -> str | None:
-    return None
-
-
-# Whose references read the ends of segments on the host.
+# Their references read the ends of segments on the host.
 _READ_ENDS = ("append", "attention", "attention_chunks", "extend_chunks", "unpack")
 
 
 def _aten(op: str) -> Provider:
     """The op itself: its kernel is the reference."""
     target = getattr(torch.ops.kvpass, op).default
-    return Provider("aten", op, target, _supports_all, waits=op in _READ_ENDS)
+    return Provider("aten", op, target, lambda *_, **__: None, waits=op in _READ_ENDS)
 
 
 def _triton(
@@ -74,7 +70,7 @@ def _triton(
 def _cpp(
     op: str, implementation: Callable[..., Any], unsupported_reason: Callable[..., str | None]
 ) -> Provider:
-    """With the schema and the fake of the op that it stands for."""
+    """An op with the schema and the fake of the one that it stands for."""
     _CPP.define(SCHEMAS[op])
     _CPP.impl(op, implementation, "CPU")
     torch.library.register_fake(f"kvpass_cpp::{op}", FAKES[op], lib=_CPP)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
-import kvpass.ops.append
-import kvpass.ops.pack
-import kvpass.ops.rotary  # noqa: F401
 from kvpass.format.parse import parse_plan
-from kvpass.format.quantize import offline_params, split_outliers
+from kvpass.format.quantize import split_outliers, static_qparams
 from kvpass.format.state import State
 from tests.triton_templates.kernel_reference import keys_like
 
@@ -57,11 +54,11 @@ def state_of(plan: str, x: torch.Tensor, rows: torch.Tensor, steps: int) -> list
     """After a prompt and ``steps`` tokens more, what no token lives in poisoned."""
     p, n = parse_plan(plan), x.shape[2] - steps
     low, high = x.amin((0, 2)) * 0.8, x.amax((0, 2)) * 0.8
-    ranges = offline_params(p.codec, low, high) if p.codec.static_ranges else None
+    ranges = static_qparams(p.codec, low, high) if p.codec.static_ranges else None
     state = ops.pack(x[:, :, :n].contiguous(), plan, ranges)
-    rotary = ops.pack_rotary(rows[:, :n], plan)
+    rotary = ops.pack_cos_sin(rows[:, :n], plan)
     for t in range(n, n + steps):
-        ops.append_rotary(rotary, rows[:, t : t + 1], State(state, p).segment_ends, plan)
+        ops.append_cos_sin(rotary, rows[:, t : t + 1], State(state, p).segment_ends, plan)
         ops.append(state, x[:, :, t : t + 1].contiguous(), plan)
     if p.rope is not None:
         state.append(rotary)

@@ -26,12 +26,12 @@ def paired(
     """Orders that keep the pairs of the first ``rotated`` channels; the others are free."""
     pairs = free(heads, rotated // 2, generator) if rotated else torch.empty(heads, 0).long()
     if neighbours:
-        rotated = torch.stack([2 * pairs, 2 * pairs + 1], dim=2).flatten(1)
+        order = torch.stack([2 * pairs, 2 * pairs + 1], dim=2).flatten(1)
     else:
-        rotated = torch.cat([pairs, pairs + rotated // 2], dim=1)
+        order = torch.cat([pairs, pairs + rotated // 2], dim=1)
     if rotated == dim:
-        return rotated
-    return torch.cat([rotated, rotated + free(heads, dim - rotated, generator)], dim=1)
+        return order
+    return torch.cat([order, rotated + free(heads, dim - rotated, generator)], dim=1)
 
 
 def layer_plan(

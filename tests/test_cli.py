@@ -12,21 +12,9 @@ import pytest
 from kvpass import Plan
 from kvpass.cli import main
 from lowering.triton import inspection
+from tests.command import failure
 
 K, V = "int8.channel32/window=0,pack_every=32", "int8.token64/window=16,pack_every=1"
-
-
-def failure(capsys, *arguments: str) -> str:
-    """What ``kvpass`` says on stderr before it exits with 2."""
-    try:
-        code = main(arguments)
-    except SystemExit as stop:
-        code = stop.code
-    told = capsys.readouterr()
-    assert code == 2
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    return told.err.strip()
 
 
 def test_kernels_of_a_calibrated_recipe(capsys):
@@ -63,7 +51,7 @@ def test_keys_and_values_of_one_plan_are_listed_once(capsys):
     )
     rows = [row.split() for row in table]
     kernels = [(row[0], row[-1]) for row in rows]
-    # An append of keys turns them, in a file of its own.
+    # An append of keys rotates them, in a file of its own.
     assert len(kernels) == len(set(kernels)) == 8
     assert [name for name, _ in kernels].count("pack_prompt") == 1
 
@@ -72,15 +60,11 @@ def test_keys_and_values_of_one_plan_are_listed_once(capsys):
     ("arguments", "sentence"),
     [
         ("--recipe kivi-3bit", "Unknown recipe 'kivi-3bit'. Did you mean 'kivi-4bit' or"),
-        ("--target sm_89", "Unknown target 'sm_89'. Did you mean 'sm_90' or 'sm_80'?"),
         ("--k int2.channel32", "Give either --recipe, or both --k and --v."),
         (f"--recipe fp --k {K} --v {V}", "Give either --recipe, or both --k and --v."),
         (f"--k int2.channel32 --v {V}", "Tensor plan 'int2.channel32' cannot be read;"),
         (f"--k {K} --v {V} --head-dim 96", "The values of layer '*' cannot be stored as int8.to"),
         ("--head-dim 512", "The kernel of kvpass::pack cannot be used: head_dim 512 is more than"),
-        ("--head-dim 0", "--head-dim 0 is not supported; allowed: a positive number."),
-        ("--static 0", "--static 0 is not supported; allowed: a positive number."),
-        ("--value-dim 0", "--value-dim 0 is not supported; allowed: a positive number."),
         ("--heads-per-group 200", "The kernel of kvpass::attention cannot be used: 200 query"),
     ],
 )
@@ -88,11 +72,22 @@ def test_errors_are_one_sentence(arguments, sentence, capsys):
     assert failure(capsys, "kernels", *arguments.split()).startswith(f"kvpass: {sentence}")
 
 
-def test_wrong_usage(capsys):
-    told = failure(capsys, "kernels", "--head-dim", "x")
-    assert told == (
-        "kvpass kernels: argument --head-dim: invalid int value: 'x'; see kvpass kernels --help."
-    )
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--head-dim", "x", "x is not supported; allowed: a positive number"),
+        ("--head-dim", "0", "0 is not supported; allowed: a positive number"),
+        ("--static", "0", "0 is not supported; allowed: a positive number"),
+        ("--value-dim", "-1", "-1 is not supported; allowed: a positive number"),
+        ("--target", "sm_89", "invalid choice: 'sm_89' (choose from 'sm_80', 'sm_90')"),
+    ],
+)
+def test_wrong_usage(option, value, reason, capsys):
+    said = failure(capsys, "kernels", option, value)
+    assert said == f"kvpass kernels: argument {option}: {reason}; see kvpass kernels --help."
+
+
+def test_a_command_is_needed(capsys):
     assert "required: COMMAND" in failure(capsys)
 
 
@@ -104,8 +99,8 @@ def test_triton_is_missing(capsys, monkeypatch):
 def test_tools_of_triton_are_missing(capsys, monkeypatch):
     inspection.tool.cache_clear()
     monkeypatch.setattr("triton.__file__", "/nowhere/triton/__init__.py")
-    told = failure(capsys, "kernels", "--recipe", "fp", "--head-dim", "64")
-    assert "cuobjdump is missing in this build of Triton" in told
+    said = failure(capsys, "kernels", "--recipe", "fp", "--head-dim", "64")
+    assert "cuobjdump is missing in this build of Triton" in said
     inspection.tool.cache_clear()
 
 
@@ -137,18 +132,20 @@ def test_errors_of_calibrate(capsys, tmp_path):
     broken.write_text("[1]")
     out = ["--out", str(tmp_path / "plan.safetensors")]
 
-    def told(*arguments):
+    def said(*arguments):
         return failure(capsys, "calibrate", *arguments)
 
-    assert "--out plan.pt is not supported; allowed: a *.safetensors file" in told(
+    assert "--out plan.pt is not supported; allowed: a *.safetensors file" in said(
         MODEL, str(text), "--out", "plan.pt"
     )
-    assert "its folder does not exist" in told(MODEL, str(text), "--out", "no/plan.safetensors")
-    assert "Text file 'nowhere' does not exist" in told(MODEL, "nowhere", *out)
-    assert "'nowhere' is not a model folder" in told("nowhere", str(text), *out)
-    assert "Unknown recipe 'skvk'" in told(MODEL, str(text), *out, "--recipe", "skvk")
-    assert "Unknown dtype 'int8'" in told(MODEL, str(text), *out, "--dtype", "int8")
-    assert "cannot be loaded on gpu" in told(MODEL, str(text), *out, "--device", "gpu")
+    assert "its folder does not exist" in said(MODEL, str(text), "--out", "no/plan.safetensors")
+    assert "Text file 'nowhere' does not exist" in said(MODEL, "nowhere", *out)
+    assert "'nowhere' is not a model folder" in said("nowhere", str(text), *out)
+    assert "Unknown recipe 'skvk'" in said(MODEL, str(text), *out, "--recipe", "skvk")
+    assert "argument --dtype: invalid choice: 'int8' (choose from 'float16', " in said(
+        MODEL, str(text), *out, "--dtype", "int8"
+    )
+    assert "cannot be loaded on gpu" in said(MODEL, str(text), *out, "--device", "gpu")
     # Behind the bar that transformers shows while it loads the model.
     for file, reason in ((text, "is no text in UTF-8"), (broken, "a line is list, not an object")):
         assert main(["calibrate", MODEL, str(file), *out]) == 2

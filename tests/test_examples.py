@@ -125,8 +125,8 @@ def test_the_parts_of_kvmix_are_counted_and_measured() -> None:
     held = [kvmix_parts.exact_tokens(parse_plan(t), 4096, 3) for t in tensors]
     assert held == [(416, 35), (416, 419)]
     x = torch.randn(100, 160, generator=torch.Generator().manual_seed(0))
-    whole, elevens = (kvpass.Codec(3, "token", 32, pack11=e) for e in (False, True))
-    errors = [kvmix_parts.relative_error(x, codec, 64) for codec in (whole, elevens)]
+    plain, pack11 = (kvpass.Codec(3, "token", 32, pack11=e) for e in (False, True))
+    errors = [kvmix_parts.relative_error(x, codec, 64) for codec in (plain, pack11)]
     assert 0.05 < errors[0] < errors[1] < 0.5
 
 

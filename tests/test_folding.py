@@ -46,7 +46,7 @@ VALUES = parse_plan("int4.token8/window=0,pack_every=1")
 def gathers(report: GraphReport) -> list[Any]:
     """The nodes whose channels are permuted in every call."""
     nodes = report.after.graph.find_nodes(op="call_function", target=logical.permute_channels)
-    return [node.args[0] for node in nodes]
+    return [node.kwargs["x"] for node in nodes]
 
 
 def refusals(report: GraphReport) -> list[str]:

@@ -162,6 +162,20 @@ def test_importing_the_package_does_not_import_torch(package):
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_importing_the_backend_prints_nothing():
+    """Nor does it import what transformers can quantize models with; the quickstart hides its
+    warnings."""
+    code = (
+        "import sys, kvpass, kvpass.backend\n"
+        "assert 'torchao' not in sys.modules\n"
+        "from examples.quickstart import quiet_torchao\n"
+        "with quiet_torchao():\n"
+        "    import transformers.modeling_utils\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 def test_public_names_exist():
     code = (
         "import kvpass\n"

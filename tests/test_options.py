@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import kvpass
 from kvpass.errors import KvpassError, OptionError, PlanError, unknown
 from kvpass.format.codec import Codec
 from kvpass.format.retention import RetentionPolicy
@@ -80,9 +83,9 @@ REFUSED = [
     ),
     ({"bits": 3}, "bits=3 is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),
     ({"bits": "2"}, "bits='2' is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),
-    ({"group": 1}, "group=1 is not supported; allowed: a whole number of at least 2."),
-    ({"group": 2.5}, "group=2.5 is not supported; allowed: a whole number of at least 2."),
-    ({"residual": 0}, "residual=0 is not supported; allowed: a positive number of tokens."),
+    ({"group": 1}, "group=1 is not supported; allowed: a whole number, at least 2."),
+    ({"group": 2.5}, "group=2.5 is not supported; allowed: a whole number, at least 2."),
+    ({"residual": 0}, "residual=0 is not supported; allowed: a whole number, at least 1."),
     (
         {"residual": torch.tensor([32, 64])},
         "residual=tensor([32, 64]) is not supported; allowed: numbers, texts, True, False, None, "
@@ -95,7 +98,7 @@ REFUSED = [
     ({"z" * 999: 1}, f"Unknown option '{'z' * 76}.... {KNOWN}"),
     ({"mode": 3}, "mode=3 is not supported; allowed: a mode of Inductor."),
     ({"strict": torch.ones(2)}, "strict=tensor([1., 1.]) is not supported; allowed: True, False."),
-    ({"residual": None}, "residual=None is not supported; allowed: a positive number of tokens."),
+    ({"residual": None}, "residual=None is not supported; allowed: a whole number, at least 1."),
 ]
 
 
@@ -161,3 +164,23 @@ def test_recipes_of_a_command_line():
 def test_recipes_that_a_command_line_may_not_name(text, message):
     with pytest.raises(OptionError, match=message):
         written_recipe(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("skvq-k2v1.5", {"slots": True}, {"ternary_in_2bit": True}),
+        ("cocktail", {"levels": (2, 4, 16)}, {"bits": (2, 4, 16)}),
+    ],
+)
+def test_former_names_of_options_warn(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    (word,) = old
+    with pytest.warns(FutureWarning, match=f"option '{word}' of recipe '{name}' is called"):
+        assert recipe(name, **old) == recipe(name, **new)
+    with pytest.warns(FutureWarning, match=f"option '{word}'"):
+        assert parse_options({"recipe": name, **old}).planner == recipe(name, **new)
+
+
+def test_former_public_names_warn() -> None:
+    with pytest.warns(FutureWarning, match="Residency is called kvpass.RetentionPolicy now"):
+        assert kvpass.Residency is RetentionPolicy

@@ -6,6 +6,8 @@ import json
 import math
 import pickle
 import tempfile
+import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvpass.errors import PlanError
+from kvpass.format.channels import ChannelOrder, ChannelRanges
+from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import Codec
-from kvpass.format.order import ChannelOrder
-from kvpass.format.ranges import ChannelRanges
+from kvpass.format.parse import parse_plan
 from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import Calibration, LayerPlan, Plan
@@ -277,3 +280,86 @@ def test_layers_with_head_dimensions_of_their_own():
     plan = recipe("kivi-4bit").plan(tiny_config("gemma4_text"))
     groups = [plan.layer_at(i).values.codec.group for i in range(4)]
     assert groups == [16, 32, 16, 32]
+
+
+def plan_of_0_1() -> Plan:
+    """What the file holds, by today's names."""
+    order = ChannelOrder.of(torch.tensor([[4, 0, 7, 3, 2, 5, 1, 6], [7, 5, 1, 4, 6, 2, 0, 3]]))
+    qparams = [
+        [-312250, -737832, 170584, -209524, -444102, -507199, -98842, -374233],
+        [-677801, 1034414, -303528, -160943, 255653, -441831, -38067, 1022024],
+    ]
+    ranges = ChannelRanges.of(torch.tensor(qparams, dtype=torch.int32).unsqueeze(1))
+    ternary = Codec(
+        1.5, "token", 8, clip=0.92, qparams="fp8", ternary_in_2bit=True, half_split=True
+    )
+    default = LayerPlan(
+        TensorPlan(Codec(2, "channel", 32), RetentionPolicy(0, 128, sinks=4)),
+        TensorPlan(ternary, RetentionPolicy(128, 1)),
+    )
+    codebook = (-1.0, -0.3, 0.3, 1.0)
+    keys = Codec(2, "channel", 0, outliers=2, codebook=codebook, qnorm=(1.1, 0.05))
+    values = Codec(2, "token", 16, outliers=2, codebook=codebook)
+    calibrated = LayerPlan(
+        TensorPlan(keys), TensorPlan(values), before_rope=True, key_ranges=ranges
+    )
+    ratios = LayerPlan(
+        TensorPlan(Codec(3, "channel", 32, pack11=True), RetentionPolicy(0, 32, pivotal=0.1)),
+        TensorPlan(Codec(3, "token", 8), RetentionPolicy(0, 32, fraction=0.2)),
+    )
+    sizes = Codec(2, "token", 4, sizes=(2, 6, 4, 4), clip=(0.9, 0.8, 0.7, 1.0))
+    retained = RetentionPolicy(16, 1, retained=8, filter="heavy_hitters")
+    ordered = LayerPlan(
+        TensorPlan(sizes, retained),
+        TensorPlan(Codec(2, "token", 4), RetentionPolicy(16, 1)),
+        order,
+        order,
+    )
+    by_channel = (Codec(2, "channel", 32), Codec(4, "channel", 32))
+    by_token = (Codec(2, "token", 8), Codec(4, "token", 8))
+    chunked = LayerPlan(
+        ChunkedPlan(chunk_codecs=by_channel, chunk=32), ChunkedPlan(chunk_codecs=by_token, chunk=32)
+    )
+    layers = {"0": calibrated, "1": ratios, "2": ordered, "3": chunked}
+    return Plan(
+        default, layers, "custom", Calibration(7, 4096, {"w": (1.0, 2.0)}, {"torch": "2.13.0"})
+    )
+
+
+def test_files_of_kvpass_0_1_are_read() -> None:
+    """One with every word that is another one today, as version 0.1 has written it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = Plan.load(Path(__file__).parent / "format" / "plan_of_0.1.safetensors")
+    wanted = plan_of_0_1()
+    assert loaded.layers.keys() == wanted.layers.keys()
+    for name in wanted.layers:
+        for field in fields(LayerPlan):
+            got, expected = (getattr(plan.layers[name], field.name) for plan in (loaded, wanted))
+            assert got == expected, (name, field.name)
+    for field in fields(Plan):
+        assert getattr(loaded, field.name) == getattr(wanted, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("int2.channel32/window=0,flush=128", "int2.channel32/window=0,pack_every=128"),
+        (
+            "int1.5.token8.slots.pairs/window=1,flush=1",
+            "int1.5.token8.ternary_in_2bit.half_split/window=1,pack_every=1",
+        ),
+        (
+            "nuq2.token16.table-1.0,-0.3,0.3,1.0/window=0,flush=1,kept=8,filter=outliers",
+            "nuq2.token16.codebook-1.0,-0.3,0.3,1.0/window=0,pack_every=1,retained=8,"
+            "filter=outliers",
+        ),
+        ("int3x11.channel32|fp/chunk=32", "int3.channel32.pack11|fp/chunk=32"),
+    ],
+)
+def test_words_of_kvpass_0_1_warn(old: str, new: str) -> None:
+    parse_plan.cache_clear()
+    with pytest.warns(FutureWarning, match="the old words are read by this release only"):
+        plan = parse_plan(old)
+    assert plan == parse_plan(new)
+    assert str(plan) == new

@@ -55,7 +55,7 @@ def without_one_step(state, plan, packed, total):
 
 # The exact tokens are so many that a pack_every is due where the plan has one.
 PLANS = [(kivi(2)[0], 50), (kivi(2)[0], 128), (kivi(4)[1], 129)]
-TABLE = "table-0.9,-0.5,-0.3,-0.1,0.05,0.2,0.55,0.95/window=0,pack_every=1"
+TABLE = "codebook-0.9,-0.5,-0.3,-0.1,0.05,0.2,0.55,0.95/window=0,pack_every=1"
 OUTLIERS = [(f"nuq3.{axis}.outliers4.{TABLE}", 1) for axis in ("channel0", "token128")]
 APPENDS = [(ops, *case) for ops in OPS for case in [*PLANS, *OUTLIERS, ("fp", 0)]]
 

@@ -21,6 +21,7 @@ from kvpass.zoo.pool import Settings, run_families
 from kvpass.zoo.run import run_mode
 from kvpass.zoo.steps import random_text, run_steps
 from kvpass.zoo.table import markdown, outcome_json, summary, zoo_section
+from tests.command import failure
 
 # (The recipe `fp`, and more families: tests/test_equivalence.py.)
 RECIPE = "kivi-4bit"
@@ -96,7 +97,7 @@ def test_a_cache_that_changes_the_plain_model_is_not_checked() -> None:
 
 
 def test_every_family_has_a_tiny_config() -> None:
-    """Of every decoder in the installed transformers, without building any."""
+    """Every decoder of the installed transformers has one; none is built."""
     for family in family_names():
         config = tiny_config(family)
         assert config.vocab_size <= 130, family
@@ -111,7 +112,7 @@ def test_one_layer_of_each_kind() -> None:
         assert tiny_config(family).layer_types == layers
 
 
-def test_the_text_crosses_the_window_and_a_flush() -> None:
+def test_the_text_crosses_the_window_and_is_packed() -> None:
     text, padded = random_text(Mode()), random_text(Mode(padded=True))
     assert text.prompt < 40 < text.ids.shape[1]
     assert padded.prompt > 40
@@ -193,7 +194,7 @@ def test_flipped_codes_do_not_come_back(comes_back: bool, monkeypatch) -> None:
     assert comes_back or outcome.problem == "a code flipped: relative error"
 
 
-def strange_work(family, mode, recipes, inner):
+def failing_work(family, mode, recipes, inner):
     """Ends a process, or never ends, after a first outcome."""
     yield Outcome(family, mode, recipes[0], "ok")
     if family == "dies":
@@ -206,7 +207,7 @@ def strange_work(family, mode, recipes, inner):
 def test_processes_that_die_or_hang() -> None:
     settings = Settings(limit=8)
     families = ["hangs", "dies", "ends"]
-    outcomes = run_families(families, settings, jobs=3, work=strange_work)
+    outcomes = run_families(families, settings, jobs=3, work=failing_work)
     assert [o.family for o in outcomes] == ["hangs"] * 2 + ["dies"] * 2 + ["ends"] * 2
     assert [o.status for o in outcomes] == ["ok", "timeout", "ok", "crash", "ok", "ok"]
     assert outcomes[1].problem == "the family took more than 8 s"
@@ -265,8 +266,8 @@ def test_command(tmp_path, capsys) -> None:
     out, table = tmp_path / "zoo.json", tmp_path / "zoo.md"
     arguments = f"zoo --families opt --recipes fp --json {out} --markdown {table}"
     assert main(arguments.split()) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("1 families: 1 wholly packed")
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 families: 1 wholly packed")
     assert "opt" in table.read_text()
     (result,) = json.loads(out.read_text())["results"]
     assert (result["family"], result["packed"], result["status"]) == ("opt", 4, "ok")
@@ -277,18 +278,25 @@ def test_command(tmp_path, capsys) -> None:
     [
         ("--families lama", "Unknown family 'lama'. Did you mean 'llama'"),
         ("--families mamba", "The family 'mamba' is not supported: it keeps no keys and values"),
-        ("--attention flash", "Unknown attention 'flash'."),
-        ("--cache big", "Unknown cache 'big'. Allowed: dynamic, static."),
         ("--recipes kivi", "Unknown recipe 'kivi'. Did you mean"),
         ("--recipes kvquant-nuq3", "Recipe 'kvquant-nuq3' is calibrated; allowed:"),
-        ("--inner triton", "Unknown inner compiler 'triton'."),
-        ("--jobs 0", "--jobs 0 is not supported; at least 1."),
         ("--markdown /nowhere/x.md", "'/nowhere/x.md' cannot be written"),
     ],
 )
 def test_errors_are_one_sentence(arguments: str, sentence: str, capsys) -> None:
-    assert main(["zoo", *arguments.split()]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith(f"kvpass: {sentence}")
-    assert told.err.count("\n") == 1
+    assert failure(capsys, "zoo", *arguments.split()).startswith(f"kvpass: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--attention flash", "invalid choice: 'flash' (choose from 'sdpa', 'eager')"),
+        ("--cache big", "invalid choice: 'big' (choose from 'dynamic', 'static')"),
+        ("--inner triton", "invalid choice: 'triton' (choose from 'eager', 'inductor')"),
+        ("--jobs 0", "0 is not supported; allowed: a positive number"),
+    ],
+)
+def test_wrong_values_are_one_sentence(arguments: str, reason: str, capsys) -> None:
+    option, _ = arguments.split()
+    said = failure(capsys, "zoo", *arguments.split())
+    assert said == f"kvpass zoo: argument {option}: {reason}; see kvpass zoo --help."

@@ -1,4 +1,13 @@
-"""Renders the ``.py.jinja`` templates beside this file to the source text of Python modules."""
+"""Renders the ``.py.jinja`` templates beside this file to the source text of Python modules.
+
+What each kernel has once for every block of channels is written in one of two ways, which compile
+to the same instructions in Triton 3.6 and 3.9 and run in the interpreter. Tuples with
+``tl.static_range`` hold blocks that all are treated alike or pass from function to function. Where
+the text needs a block's constants (channel, shift, mask) or replaces single blocks, Jinja unrolls
+names such as ``x_3``: as tuples, the constants would be parallel lists beside the code, and a tuple
+has to be rebuilt to replace one item. Comprehensions must not call our own functions: before Python
+3.12 Inductor does not find what is called inside.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from triton_templates.layout import CAPACITY_TILE
+from triton_templates.layout import CAPACITY_TILE, next_power_of_2
 
 FOLDER = Path(__file__).parent
 SUFFIX = ".py.jinja"
@@ -25,13 +34,9 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.globals.update(names=_names, plus=_plus, capacity_tile=CAPACITY_TILE)
+    environment.globals.update(plus=_plus, capacity_tile=CAPACITY_TILE)
+    environment.filters["power_of_2"] = next_power_of_2
     return environment
-
-
-def _names(prefix: str, count: int) -> str:
-    """``prefix_0, prefix_1, ...``: what a template unrolls over."""
-    return ", ".join(f"{prefix}_{i}" for i in range(count))
 
 
 def _plus(offset: int) -> str:
@@ -53,11 +58,11 @@ def header(template: str, parameters: dict[str, Any]) -> str:
 
 
 def render(template: str, **parameters: Any) -> str:
-    """Source text of the module that ``template`` gives for ``parameters``.
+    """The source text of the module that a template gives for its variables, ``parameters``.
 
     Args:
         template: one of `template_names`.
-        parameters: the variables of the template; a missing one is an error.
+        parameters: a missing one is an error.
 
     Raises:
         jinja2.TemplateError: if the template does not exist or uses a variable that is not given.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,10 +17,12 @@ from kvpass.bench.contenders import (
     dense_contenders,
     packed_contender,
 )
-from kvpass.bench.device import require_memory
+from kvpass.bench.device import dtype_name, require_memory
 from kvpass.bench.plans import check_recipe
-from kvpass.bench.report import Section, number, timing_cells
+from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
 from kvpass.bench.timing import Result, copy_bandwidth, made_or_failing, measure
+
+PEERS = (HF_NAME, ROWS_NAME, FLEX_NAME)
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,15 @@ def bench_attention(
     rounds: int = 30,
     *,
     graphs: bool = True,
-    progress: bool = True,
     go_on: bool = False,
 ) -> list[AttentionRun]:
     """Times ``kvpass::attention``, by the best provider for the device, against dense attention.
 
     Args:
         cases: shapes of the decode step.
-        recipes: names of recipes.
+        recipes: their names.
         rounds: timed calls of every contender.
         graphs: on a GPU, time CUDA graphs (kernels without launches).
-        progress: show a bar.
         go_on: a recipe that fails becomes a result with a ``problem``.
 
     Raises:
@@ -69,7 +70,8 @@ def bench_attention(
             for n in recipes
         ]
         contenders += dense_contenders(case, q, k, v)
-        results = measure(contenders, rounds, case.device, graphs=graphs, progress=progress)
+        results = measure(contenders, rounds, case.device, graphs=graphs)
+        # Their buffers are freed before the next case.
         del contenders, q, k, v
         runs.append(AttentionRun(case, results, copy_bandwidth(case.device)))
     return runs
@@ -77,30 +79,26 @@ def bench_attention(
 
 def attention_section(run: AttentionRun) -> Section:
     """The table of one case. Speed-ups are medians of a peer over medians of the row."""
-    case, peers = run.case, speed_up_peers(run.results)
-    header = ["attention", "ms", "p25-p75", *(f"x {p.name}" for p in peers)]
-    header += ["MiB read", "GB/s", "of copy", "error"]
-    rows = []
-    for result in run.results:
-        cells = timing_cells(result)
-        if result.times_ms:
-            rate = result.bytes_read / result.median_ms / 1e6
-            cells += [f"{p.median_ms / result.median_ms:.2f}" for p in peers]
-            cells += [f"{result.bytes_read / 2**20:.1f}", number(rate)]
-            cells += [f"{rate / run.copy_gb_s:.0%}", f"{result.error:.1e}"]
-        rows.append(cells)
+
+    def rate(result: Result) -> float:
+        return result.bytes_read / result.median_ms / 1e6
+
+    case = run.case
+    columns: list[Column] = [
+        *speed_ups(run.results, PEERS),
+        ("MiB read", lambda r: f"{r.bytes_read / 2**20:.1f}"),
+        ("GB/s", lambda r: number(rate(r))),
+        ("of copy", lambda r: f"{rate(r) / run.copy_gb_s:.0%}"),
+    ]
     title = (
         f"{case.tokens} tokens, batch {case.batch}, {case.heads} query and {case.kv_heads} KV "
-        f"heads of {case.head_dim}, {str(case.dtype).removeprefix('torch.')} on {case.device}; "
+        f"heads of {case.head_dim}, {dtype_name(case.dtype)} on {case.device}; "
         f"a copy moves {number(run.copy_gb_s)} GB/s"
     )
-    notes = [f"{r.name}: {r.note}" for r in run.results if r.note]
-    return Section(title, header, rows, notes)
+    return timing_section(title, ("attention", "ms"), run.results, columns)
 
 
-def speed_up_peers(results: Sequence[Result]) -> list[Result]:
-    """SDPA in its two forms, flex_attention, and the fastest dense attention of all."""
-    dense = [r for r in results if r.times_ms and not r.name.startswith("kvpass ")]
-    peers = [r for r in dense if r.name in (HF_NAME, ROWS_NAME, FLEX_NAME)]
-    best = min(dense, key=lambda r: r.median_ms, default=None)
-    return peers if best is None or best in peers else [*peers, best]
+def attention_json(run: AttentionRun) -> list[dict[str, Any]]:
+    """A row for each result, raw times included."""
+    case = {"tokens": run.case.tokens, "batch": run.case.batch, "copy_gb_s": run.copy_gb_s}
+    return [case | result_json(result) for result in run.results]

@@ -1,7 +1,8 @@
-"""Who attends to one decode step: kvpass under a recipe, and dense attention in several forms."""
+"""Contenders for one decode step's attention: kvpass under a recipe, and dense attention."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpass.backend import provider
 from kvpass.bench.device import cache_size, free_memory
+from kvpass.bench.models import check_sizes
 from kvpass.bench.plans import handle_of, layer_plan, packed_states
 from kvpass.bench.timing import Contender, relative_error
-from kvpass.errors import OptionError
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
 from kvpass.ops.library import op_of
@@ -33,6 +35,11 @@ TOLERANCE = {
     torch.float16: 3e-3,
     # The output, the softmax weights and, without a kernel, the decoded cache are rounded to 2**-9.
     torch.bfloat16: 1.2e-2,
+}
+_FUSED = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 _MAX_COPIES = 128
 # Per element, while the reference packs: float32 values, codes and words.
@@ -56,39 +63,40 @@ class Case:
     device: torch.device
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "kv_heads", "head_dim", "tokens"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name}={getattr(self, name)} is not supported; at least 1.")
-        if self.heads % self.kv_heads:
-            raise OptionError(f"{self.kv_heads} KV heads do not divide {self.heads} query heads.")
+        batch, kv_heads, tokens, head_dim = self.shape
+        check_sizes(
+            batch=batch, heads=self.heads, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens
+        )
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Factor of the scores."""
         return float(self.head_dim**-0.5)
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of keys and values, ``[B, Hkv, T, D]``."""
+        return self.batch, self.kv_heads, self.tokens, self.head_dim
+
+    @property
     def dense_bytes(self) -> int:
-        """Of the plain keys and values."""
-        return 2 * self.batch * self.kv_heads * self.tokens * self.head_dim * self.dtype.itemsize
+        """Bytes of the plain keys and values."""
+        return 2 * math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def needed_bytes(self) -> int:
-        """Of memory: plain and packed caches, and what packing one of them takes meanwhile."""
-        elements = self.batch * self.kv_heads * self.tokens * self.head_dim
-        return 2 * self.dense_bytes + _PACKING_BYTES * elements
+        """Bytes of plain and packed caches, and of what packing one of them takes meanwhile."""
+        return 2 * self.dense_bytes + _PACKING_BYTES * math.prod(self.shape)
 
     def cached(self, seed: int) -> Tensor:
-        """Random keys or values ``[B, Hkv, T, D]``."""
-        shape = (self.batch, self.kv_heads, self.tokens, self.head_dim)
-        return random_tokens(shape, self.dtype, self.device, seed)
+        """Random keys or values."""
+        return random_tokens(self.shape, self.dtype, self.device, seed)
 
     def query(self, seed: int) -> Tensor:
         """A random query ``[B, Hq, 1, D]``."""
         shape = (self.batch, self.heads, 1, self.head_dim)
         generator = torch.Generator(self.device).manual_seed(seed)
-        q = torch.randn(shape, generator=generator, device=self.device)
-        return q.to(self.dtype)
+        return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
 
 
 def random_tokens(
@@ -109,13 +117,10 @@ def dense_attention(
     """Attention in float64, one sequence of the batch at a time.
 
     Args:
-        q: ``[B, Hq, n, D]``.
+        q: ``[B, Hq, n, D]``, as is the result.
         rows: keys and values ``[1, Hkv, T, D]`` of every sequence; lengths may differ.
-        scale: of the scores.
+        scale: factor of the scores.
         mask: bool ``[B, 1, 1, T]``, True is visible.
-
-    Returns:
-        float64 ``[B, Hq, n, D]``.
     """
     outs = []
     for b, (k, v) in enumerate(rows):
@@ -162,7 +167,9 @@ def packed_contender(case: Case, recipe: str, q: Tensor, k: Tensor, v: Tensor) -
         for state, tensor_plan in ((keys, plan.keys), (values, plan.values))
     ]
     count = copies(sum(h.nbytes for h in handles), case.device)
-    target, choice = provider(plan.keys.op("attention"), q, keys, values, None, case.scale, *plans)
+    target, choice = provider(
+        f"attention{plan.keys.op_suffix}", q, keys, values, None, case.scale, *plans
+    )
     calls = [
         partial(target, q, *_clones(i, keys, values), None, case.scale, *plans)
         for i in range(count)
@@ -186,22 +193,18 @@ def dense_contenders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Conten
     """SDPA as transformers calls it and with packed query rows; on a GPU also every fused backend
     of SDPA in both forms, and compiled flex_attention."""
     count = copies(case.dense_bytes, case.device)
-    pairs = [_clones(i, [k], [v]) for i in range(count)]
-    buffers = [(keys[0], values[0]) for keys, values in pairs]
-    forms: dict[str, Callable[..., Tensor]] = {HF_NAME: _grouped, ROWS_NAME: _rows}
-    if case.device.type == "cuda":
-        forms |= _gpu_forms()
+    buffers = [_clones(i, [k, v])[0] for i in range(count)]
     expected = dense_attention(q, zip(k.split(1), v.split(1), strict=True), case.scale)
     return [
         Contender(
             name=name,
-            calls=[partial(form, q, *pair, case.scale) for pair in buffers],
+            calls=[partial(form, q, *pair, scale=case.scale) for pair in buffers],
             error=partial(relative_error, expected=expected),
             tolerance=TOLERANCE[case.dtype],
             bytes_read=case.dense_bytes,
             note=f"buffers: {count}",
         )
-        for name, form in forms.items()
+        for name, form in _dense_forms(case.device).items()
     ]
 
 
@@ -217,36 +220,31 @@ def _clones(i: int, *states: Sequence[Tensor]) -> list[list[Tensor]]:
     return [list(s) if i == 0 else [t.clone() for t in s] for s in states]
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Any = None) -> Tensor:
-    """SDPA as `transformers` calls it in a decode step without padding."""
+def _dense_forms(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    rows = partial(_sdpa, rows=True)
+    forms: dict[str, Callable[..., Tensor]] = {HF_NAME: _sdpa, ROWS_NAME: rows}
+    if device.type == "cuda":
+        for name, backend in _FUSED.items():
+            forms[f"sdpa {name} enable_gqa"] = partial(_sdpa, backend=backend)
+            forms[f"sdpa {name} rows"] = partial(rows, backend=backend)
+        flex: Any = torch.compile(flex_attention, dynamic=False)
+        forms[FLEX_NAME] = partial(flex, enable_gqa=True)
+    return forms
+
+
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    rows: bool = False,
+    backend: SDPBackend | None = None,
+) -> Tensor:
+    """SDPA as `transformers` calls it in a decode step without padding; with ``rows`` at its best:
+    the query heads of a KV head are rows of one matrix."""
+    batch, heads, _, dim = q.shape
+    if rows:
+        q = q.view(batch, k.shape[1], heads // k.shape[1], dim)
     with nullcontext() if backend is None else sdpa_kernel(backend):
-        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-
-
-def _rows(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Any = None) -> Tensor:
-    """SDPA at its best: the query heads of a KV head are rows of one matrix."""
-    b, heads, _, d = q.shape
-    rows = q.view(b, k.shape[1], heads // k.shape[1], d)
-    with nullcontext() if backend is None else sdpa_kernel(backend):
-        out = scaled_dot_product_attention(rows, k, v, scale=scale)
-    return out.reshape(b, heads, 1, v.shape[3])
-
-
-def _gpu_forms() -> dict[str, Callable[..., Tensor]]:
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
-    forms: dict[str, Callable[..., Tensor]] = {}
-    for name, backend in backends.items():
-        forms[f"sdpa {name} enable_gqa"] = partial(_grouped, backend=backend)
-        forms[f"sdpa {name} rows"] = partial(_rows, backend=backend)
-    return forms | {FLEX_NAME: _flex()}
-
-
-def _flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v, scale: compiled(q, k, v, scale=scale, enable_gqa=True)
+        out = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=not rows)
+    return out.reshape(batch, heads, 1, v.shape[3]) if rows else out

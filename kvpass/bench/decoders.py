@@ -1,10 +1,10 @@
-"""Who decodes: one model with packed caches, and with the caches of transformers."""
+"""Contenders for decoding: a model with packed caches, and with the caches of transformers."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -20,19 +20,17 @@ from kvpass.bench.filling import (
     Setting,
     Step,
     decoded_cache,
-    dynamic_cache,
+    filled,
     packed_cache,
-    prefill,
     random_cache,
     step,
 )
 from kvpass.bench.plans import layer_plan
-from kvpass.bench.timing import Contender, Result, relative_error
+from kvpass.bench.timing import Contender, relative_error
 from kvpass.inspect.report import reports
 from kvpass.plan import Plan
 
 EAGER_NAME = "eager, DynamicCache"
-_QUANTIZED = {"quanto": "optimum.quanto", "hqq": "hqq"}
 
 
 def new_step(name: str) -> Step:
@@ -45,51 +43,53 @@ def new_step(name: str) -> Step:
     return FunctionType(code, step.__globals__, name)
 
 
+@dataclass
 class _Decoding:
     """The model with one cache, which is filled when its turn comes. Its first step is checked."""
 
-    def __init__(self, setting: Setting, model: Any, run: Step, fill: Callable[[], Filled]) -> None:
-        self._setting, self._model, self._run, self._fill = setting, model, run, fill
-        self._ids = setting.ids(1)
-        self._cache: Any = None
-        self._expected: Tensor | None = None
-        self._note = ""
-        self._first_report = 0
+    setting: Setting
+    model: Any
+    run: Step
+    fill: Callable[[], Filled]
+    cache: Any = None
+    expected: Tensor | None = None
+    note: str = ""
+    first_report: int = 0
 
     def prepare(self) -> None:
         """Fills the cache and computes the logits that are expected."""
-        self._first_report = max((r.index + 1 for r in reports()), default=0)
+        self.first_report = max((r.index + 1 for r in reports()), default=0)
         with torch.no_grad():
-            self._cache, self._note = self._fill()
-            plain = decoded_cache(self._setting, self._cache)
-            self._expected = step(self._model, self._ids, plain)
-
-    def call(self) -> Tensor:
-        """One step."""
-        with torch.no_grad():
-            return self._run(self._model, self._ids, self._cache)
+            self.cache, self.note = self.fill()
+            plain = decoded_cache(self.setting, self.cache)
+            self.expected = step(self.model, self.setting.ids(1), plain)
 
     def error(self, logits: Tensor) -> float:
-        """Of the first step."""
-        assert self._expected is not None
-        return relative_error(logits, self._expected)
+        """The relative error of the first step."""
+        assert self.expected is not None
+        return relative_error(logits, self.expected)
 
     def describe(self) -> str:
-        """How the cache was filled, what it holds, and who computes what."""
-        made = [r for r in reports() if r.index >= self._first_report]
+        """Note on how the cache was filled, its bytes, and the providers of all ops."""
+        made = [r for r in reports() if r.index >= self.first_report]
         choices = Counter(f"{c.op} by {c.provider}" for r in made for c in r.choices)
-        parts = [self._note, *(f"{text} x{count}" for text, count in choices.items())]
+        parts = [self.note, *(f"{text} x{count}" for text, count in choices.items())]
         parts += sorted({f"graphs run by {r.inner}" for r in made})
-        if not isinstance(self._cache, QuantizedCache):
-            held = sum(int(t.nbytes) for c in self._cache.layers for t in (c.keys, c.values))
+        if not isinstance(self.cache, QuantizedCache):
+            held = sum(int(t.nbytes) for c in self.cache.layers for t in (c.keys, c.values))
             parts.append(f"cache of {held / 2**20:.1f} MiB")
         return ", ".join(filter(None, parts))
 
     def contender(self, name: str, required: bool = False) -> Contender:
-        """To be measured."""
-        tolerance = self._setting.tolerance
+        """The contender that takes a step at each call."""
+        ids = self.setting.ids(1)
+
+        def call() -> Tensor:
+            with torch.no_grad():
+                return self.run(self.model, ids, self.cache)
+
         return Contender(
-            name, [self.call], self.error, tolerance,
+            name, [call], self.error, self.setting.tolerance,
             prepare=self.prepare, required=required, after_first=self.describe,
         )  # fmt: skip
 
@@ -103,11 +103,10 @@ def packed_contender(setting: Setting, model: Any, recipe: str) -> Contender:
 
     def fill() -> Filled:
         if setting.fill == "prompt":
-            return prefill(setting, model, run, lambda: DynamicCache(config=setting.config))
+            return filled(setting, model, run, partial(DynamicCache, config=setting.config))
         return packed_cache(setting, plan.default), ""
 
-    decoding = _Decoding(setting, model, run, fill)
-    return decoding.contender(f"kvpass {recipe}", required=True)
+    return _Decoding(setting, model, run, fill).contender(f"kvpass {recipe}", required=True)
 
 
 def packed_static_contender(setting: Setting, model: Any, recipe: str, room: int) -> Contender:
@@ -123,85 +122,45 @@ def packed_static_contender(setting: Setting, model: Any, recipe: str, room: int
             run(model, setting.ids(1), random_cache(setting, cache))
         return cache, "random tokens, packed by a step"
 
-    decoding = _Decoding(setting, model, run, fill)
-    return decoding.contender(f"kvpass {recipe}, StaticCache, reduce-overhead", required=True)
+    name = f"kvpass {recipe}, StaticCache, reduce-overhead"
+    return _Decoding(setting, model, run, fill).contender(name, required=True)
 
 
-def eager_contender(setting: Setting, model: Any) -> Contender:
-    """The model as transformers runs it."""
-    run = new_step("eager_step")
-    decoding = _Decoding(setting, model, run, partial(dynamic_cache, setting, model, run))
-    return decoding.contender(EAGER_NAME)
+def plain_contenders(setting: Setting, model: Any, room: int) -> list[Contender]:
+    """The model with the caches of transformers: eager, under ``torch.compile``, there also with a
+    static cache of ``room`` tokens, on a GPU in CUDA graphs, and eager with 4-bit caches. Where
+    what these need is not installed, their results say so."""
+    dynamic = partial(DynamicCache, config=setting.config)
+    static = partial(StaticCache, config=setting.config, max_cache_len=room)
+    graphs = setting.device.type == "cuda" and setting.inner == "inductor"
+    mode = "reduce-overhead" if graphs else None
+    static_name = "compile, StaticCache" + (f", {mode}" if mode else "")
+    compiled: Step = torch.compile(new_step("dynamic_step"), backend=setting.inner)
+    compiled_static: Step = torch.compile(new_step("static_step"), backend=setting.inner, mode=mode)
+    eager = new_step("eager_step")
+    # Name, what computes steps, what computes a prompt, and the cache. As in `generate`, the prompt
+    # of a static cache is not compiled.
+    peers: list[tuple[str, Step, Step, Callable[[], Any]]] = [
+        (EAGER_NAME, eager, eager, dynamic),
+        ("compile, DynamicCache", compiled, compiled, dynamic),
+        (static_name, compiled_static, new_step("static_prefill"), static),
+    ]
+    for backend in ("quanto", "hqq"):
+        run = new_step(f"{backend}_step")
+        quantized = partial(QuantizedCache, backend=backend, config=setting.config, nbits=4)
+        peers.append((f"eager, QuantizedCache {backend} 4bit", run, run, quantized))
+    return [
+        _Decoding(
+            setting, model, run, partial(_filled_and_marked, setting, model, prompt_run, new_cache)
+        ).contender(name)
+        for name, run, prompt_run, new_cache in peers
+    ]
 
 
-def dynamic_contender(setting: Setting, model: Any) -> Contender:
-    """The model under ``torch.compile`` with the cache that ``generate`` makes."""
-    run: Step = torch.compile(new_step("dynamic_step"), backend=setting.inner)
-
-    def fill() -> Filled:
-        cache, note = dynamic_cache(setting, model, run)
-        for layer in cache.layers:
-            mark_dynamic(layer.keys, 2)
-            mark_dynamic(layer.values, 2)
-        return cache, note
-
-    decoding = _Decoding(setting, model, run, fill)
-    return decoding.contender("compile, DynamicCache")
-
-
-def static_contender(setting: Setting, model: Any, room: int) -> Contender:
-    """The model under ``torch.compile`` with a static cache of ``room`` tokens; on a GPU with
-    CUDA graphs, which is what static caches are for."""
-    mode = "reduce-overhead" if setting.device.type == "cuda" else None
-    compiled = setting.inner == "inductor"
-    run: Step = torch.compile(
-        new_step("static_step"), backend=setting.inner, mode=mode if compiled else None
-    )
-
-    def new_cache() -> Any:
-        return StaticCache(config=setting.config, max_cache_len=room)
-
-    def fill() -> Filled:
-        if setting.fill == "prompt":
-            # As `generate` does: the prompt of a static cache is not compiled.
-            return prefill(setting, model, new_step("static_prefill"), new_cache)
-        return random_cache(setting, new_cache()), ""
-
-    decoding = _Decoding(setting, model, run, fill)
-    name = "compile, StaticCache" + (f", {mode}" if mode and compiled else "")
-    return decoding.contender(name)
-
-
-def quantized_contenders(setting: Setting, model: Any) -> tuple[list[Contender], list[Result]]:
-    """transformers' ``QuantizedCache`` (4 bits, uncompiled) with every library that is installed;
-    for the others a result that says so."""
-    contenders, missing = [], []
-    for backend, module in _QUANTIZED.items():
-        name = f"eager, QuantizedCache {backend} 4bit"
-        if not _installed(module):
-            problem = f"{module.replace('.', '-')} is not installed"
-            missing.append(Result(name, setting.tolerance, problem=problem))
-            continue
-        contenders.append(_quantized_contender(setting, model, name, backend))
-    return contenders, missing
-
-
-def _quantized_contender(setting: Setting, model: Any, name: str, backend: str) -> Contender:
-    run = new_step(f"{backend}_step")
-
-    def new_cache() -> Any:
-        return QuantizedCache(backend=backend, config=setting.config, nbits=4)
-
-    def fill() -> Filled:
-        if setting.fill == "prompt":
-            return prefill(setting, model, run, new_cache)
-        return random_cache(setting, new_cache()), ""
-
-    return _Decoding(setting, model, run, fill).contender(name)
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+def _filled_and_marked(*arguments: Any) -> Filled:
+    """`filled`, with dynamic lengths where a cache grows."""
+    cache, note = filled(*arguments)
+    for layer in cache.layers if isinstance(cache, DynamicCache) else ():
+        mark_dynamic(layer.keys, 2)
+        mark_dynamic(layer.values, 2)
+    return cache, note

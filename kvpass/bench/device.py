@@ -12,7 +12,6 @@ import torch
 
 from kvpass.errors import OptionError, unknown
 
-DTYPES = ("float16", "bfloat16", "float32")
 # Where the system does not say how large the last-level cache of the CPU is.
 _DEFAULT_CACHE = 64 << 20
 
@@ -25,27 +24,20 @@ def pick_device(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    match = re.fullmatch(r"(cpu|cuda)(:\d+)?", name)
-    if match is None:
+    if re.fullmatch(r"(cpu|cuda)(:\d+)?", name) is None:
         raise OptionError(unknown("device", name, ("cpu", "cuda")))
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"Device '{name}' was asked for, but torch finds no CUDA GPU here.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise OptionError(f"Device '{name}' does not exist; GPUs: {torch.cuda.device_count()}.")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise OptionError(f"Device '{name}' was asked for, but torch finds no CUDA GPU here.")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise OptionError(f"Device '{name}' does not exist; GPUs: {torch.cuda.device_count()}.")
     return device
 
 
-def pick_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name.
-
-    Raises:
-        OptionError: if the benchmarks do not take it.
-    """
-    if name not in DTYPES:
-        raise OptionError(unknown("dtype", name, DTYPES))
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, e.g. ``float16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def cache_size(device: torch.device) -> int:
@@ -63,9 +55,9 @@ def cache_size(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated."""
     if device.type == "cuda":
-        # What torch keeps for reuse is free for us too.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        # Torch holds it for reuse.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     match = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
     return int(match[1]) << 10 if match else 4 << 30
 
@@ -95,10 +87,8 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
         "cuda": torch.version.cuda,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("kvpass", "torch", "transformers", "triton")},
-        },
+        "versions": {name: _version(name) for name in ("kvpass", "torch", "transformers", "triton")}
+        | {"python": platform.python_version()},
     }
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +26,6 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from kvpass import _torch, backend
 from kvpass._torch_gpu import (
-    CAPABILITIES,
     DataDependentError,
     InductorGraph,
     InductorKernel,
@@ -35,12 +34,12 @@ from kvpass._torch_gpu import (
     simulated_gpu,
     stand_in,
 )
-from kvpass.bench.device import pick_dtype
+from kvpass.bench.device import dtype_name
 from kvpass.bench.models import Shape
-from kvpass.bench.plans import check_recipe, layer_plan
+from kvpass.bench.plans import layer_plan
 from kvpass.bench.report import Section
-from kvpass.errors import KernelError, OptionError, unknown
-from kvpass.format import groups, order, quantize, ranges
+from kvpass.errors import KernelError
+from kvpass.format import channels, groups, quantize
 from kvpass.graph import orders
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
@@ -48,28 +47,23 @@ from kvpass.plan import Plan
 from kvpass.recipes import Kvmix, written_recipe
 from kvpass.runtime import PackedCallable
 
-CACHES = ("dynamic", "static")
 # Heads of an 8B Llama, and fewer of them.
-_HEAD_DIM = 128
-_SHAPE = Shape(2, 512, 256, 4, 2, _HEAD_DIM, 128)
+HEAD_DIM = 128
+_SHAPE = Shape(2, 512, 256, 4, 2, HEAD_DIM, 128)
 _PROMPT, _ROOM, _STEPS = 300, 512, 2
 # Ops whose references read lengths on the host.
 _WAITING = ("append by aten", "attention by aten", "unpack by aten")
 # What keeps tensors of a device: those of this one must not be met again.
 _REMEMBERED = (
-    (quantize, "_numbers"),
-    (quantize, "_clips"),
-    (groups, "_members"),
-    (order, "_tensors"),
-    (ranges, "_tensor"),
-)
+    (quantize, "_constant"), (groups, "_members"), (channels, "_read"),
+    (channels, "_order_and_inverse"),
+)  # fmt: skip
 _ROOT = Path(__file__).parent.parent.parent
-_PACKAGES = ("kvpass", "lowering")
 
 
 @dataclass(frozen=True)
 class Route:
-    """What is compiled: a recipe's name, the model's dtype, ``dynamic`` or ``static`` cache, the
+    """A way to a GPU: a recipe's name, the model's dtype, ``dynamic`` or ``static`` cache, the
     batch, and the compute capability of the GPU."""
 
     recipe: str
@@ -79,16 +73,15 @@ class Route:
     capability: int
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"{self.recipe} {dtype} {self.cache} B={self.batch} sm_{self.capability}"
 
 
 @dataclass(frozen=True)
 class GraphFindings:
-    """What was found of one compiled graph.
+    """Findings about one compiled graph, of kind ``prefill`` or ``decode``.
 
     Attributes:
-        kind: ``prefill`` or ``decode``.
         kernels: all that Inductor compiles.
         providers: how many ops each provider computes, e.g. ``append by triton``.
         clones: operations that read or write a cache tensor beside the kernels.
@@ -136,35 +129,30 @@ def dry_run(route: Route) -> list[GraphFindings]:
         raise KernelError("Nothing can be compiled for a GPU: triton is not installed.")
     plan = _plan(route.recipe)
     torch.compiler.reset()
-    seen = max((r.index for r in reports()), default=-1)
+    first = max((r.index + 1 for r in reports()), default=0)
     waits: dict[int, list[str]] = {}
     with simulated_gpu(route.capability) as fake, record_inductor() as made:
         with fake, torch.device("cuda"), _watched(waits):
-            model = LlamaForCausalLM._from_config(_SHAPE.config(), dtype=route.dtype).eval()
+            config = _SHAPE.config()
+            model = LlamaForCausalLM._from_config(config, dtype=route.dtype).eval()
             options = {"recipe": plan, "mode": "reduce-overhead"}
             model.compile(backend="kvpass", options=options)
-            cache = _cache(route.cache)
+            static = route.cache == "static"
+            cache = StaticCache(config, _ROOM) if static else DynamicCache(config=config)
             for length in (_PROMPT, *[1] * _STEPS):
                 ids = torch.zeros(route.batch, length, dtype=torch.int64)
                 model(ids, past_key_values=cache, use_cache=True)
-        found = [r for r in reports() if r.index > seen]
+        found = [r for r in reports() if r.index >= first]
         return [_findings(r, g, waits.get(r.index, [])) for r, g in zip(found, made, strict=True)]
 
 
 def _plan(name: str) -> Plan:
     """A plan of random tokens for two layers; of KVmix's, one is important."""
-    tokens = [torch.randn(1, _SHAPE.kv_heads, 256, _HEAD_DIM, device="cpu") for _ in range(2)]
+    tokens = [torch.randn(1, _SHAPE.kv_heads, 256, HEAD_DIM, device="cpu") for _ in range(2)]
     if isinstance(written_recipe(name), Kvmix):
         layers = {str(i): layer_plan(f"{name},share={i}.0", *tokens) for i in range(2)}
         return Plan(layers["0"], layers, recipe=name)
     return Plan(layer_plan(name, *tokens), recipe=name)
-
-
-def _cache(kind: str) -> Any:
-    config = _SHAPE.config()
-    if kind == "static":
-        return StaticCache(config, max_cache_len=_ROOM)
-    return DynamicCache(config=config)
 
 
 class _Shapes(Interpreter):
@@ -190,7 +178,7 @@ class _Shapes(Interpreter):
 
 @contextmanager
 def _watched(waits: dict[int, list[str]]) -> Iterator[None]:
-    """Inside, compiled graphs are run on fake tensors; collects where each waits, by its report's
+    """Runs compiled graphs, inside, on fake tensors; collects where each waits, by its report's
     index."""
     compile_inductor, call = _torch.compile_inductor, PackedCallable.__call__
     running: list[list[str]] = []
@@ -208,13 +196,15 @@ def _watched(waits: dict[int, list[str]]) -> Iterator[None]:
         with WatchWaits(_place, running[-1]):
             return call(callee, *args)
 
+    patches = [
+        (backend, "compile_inductor", compile_and_fake),
+        (PackedCallable, "__call__", watched_call),
+        (orders, "on_device", stand_in),
+        *((module, name, getattr(module, name).__wrapped__) for module, name in _REMEMBERED),
+    ]
     with ExitStack() as stack:
-        stack.enter_context(patch.object(backend, "compile_inductor", compile_and_fake))
-        stack.enter_context(patch.object(PackedCallable, "__call__", watched_call))
-        stack.enter_context(patch.object(orders, "on_device", stand_in))
-        for place, name in _REMEMBERED:
-            uncached = getattr(place, name).__wrapped__
-            stack.enter_context(patch.object(place, name, uncached))
+        for owner, name, new in patches:
+            stack.enter_context(patch.object(owner, name, new))
         yield
 
 
@@ -227,53 +217,46 @@ def _own(x: Any) -> Any:
 
 def _place() -> str:
     """The innermost line of kvpass, beside this file and what is private to it, that is running."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe()):
         path = Path(frame.f_code.co_filename)
-        inside = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _PACKAGES
+        inside = any(path.is_relative_to(_ROOT / package) for package in ("kvpass", "lowering"))
         if inside and path.name not in ("dry_run.py", "_torch_gpu.py"):
-            return f"{path.relative_to(_ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown place"
+            return f"{path.relative_to(_ROOT)}:{line}"
+    return "an unknown line"
 
 
 def _findings(report: GraphReport, made: InductorGraph, waits: Sequence[str]) -> GraphFindings:
-    providers = Counter(f"{c.op} by {c.provider}" for c in report.choices)
+    obstacle = report.capture_obstacle or made.capture_problem
+    moving = [i for i in made.mutated if i not in made.static]
+    if not obstacle and moving:
+        obstacle = f"inputs {moving} are written and move"
     return GraphFindings(
         kind=report.kind,
         kernels=tuple(made.kernels),
-        providers=dict(providers),
+        providers=dict(Counter(f"{c.op} by {c.provider}" for c in report.choices)),
         clones=tuple(_clones(report.bound.graph, made.lowered)),
         waits=tuple(dict.fromkeys(waits)),
         refused=tuple(f"{e.path}: {e.detail}" for e in report.events if e.required and not e.fired),
         inputs=made.inputs,
         static=len(made.static),
-        obstacle=_obstacle(report, made),
+        obstacle=obstacle,
     )
-
-
-def _obstacle(report: GraphReport, made: InductorGraph) -> str:
-    if report.capture_obstacle is not None:
-        return report.capture_obstacle
-    moving = [i for i in made.mutated if i not in made.static]
-    return made.capture_problem or (f"inputs {moving} are written and move" if moving else "")
 
 
 def _clones(bound: Graph, lowered: Graph) -> Iterator[str]:
     """Operations of ``lowered`` on the tensors that ops of ``bound`` have as state, but for kernels
     and for those ops."""
-    places = {node: i for i, node in enumerate(bound.find_nodes(op="placeholder"))}
     state = {
-        places[x]
+        x
         for node in bound.nodes
         if "kvpass" in str(node.target)
         for argument in node.args
         if isinstance(argument, list | tuple)
         for x in argument
-        if x in places
     }
-    for i, placeholder in enumerate(lowered.find_nodes(op="placeholder")):
-        for user in placeholder.users if i in state else ():
+    inputs = (graph.find_nodes(op="placeholder") for graph in (bound, lowered))
+    for before, placeholder in zip(*inputs, strict=False):
+        for user in placeholder.users if before in state else ():
             name = str(user.target)
             known = ("kvpass", "sym_size", "triton_kernel_wrapper")
             # What is written where it stands is copied to itself, which compiles to nothing.
@@ -305,44 +288,11 @@ def dry_run_section(route: Route, found: Sequence[GraphFindings]) -> Section:
 def dry_run_json(route: Route, found: Sequence[GraphFindings]) -> list[dict[str, Any]]:
     """A row for each graph, with all that was found of it."""
     return [
-        {
-            "route": str(route),
-            "right": graph.right,
-            **{f.name: getattr(graph, f.name) for f in fields(graph) if f.name != "kernels"},
+        {"route": str(route), "right": graph.right}
+        | vars(graph)
+        | {
             "kernels": [k.name for k in graph.kernels],
             "failed": {k.name: k.problem for k in graph.failed},
         }
         for graph in found
-    ]
-
-
-def parse_routes(
-    recipes: Sequence[str],
-    dtypes: Sequence[str],
-    caches: Sequence[str],
-    batches: Sequence[int],
-    targets: Sequence[str],
-) -> list[Route]:
-    """All combinations.
-
-    Raises:
-        OptionError: if a name is not known, or a batch is not positive.
-    """
-    capabilities = {f"sm_{capability}": capability for capability in CAPABILITIES}
-    for kind, names, allowed in (("cache", caches, CACHES), ("target", targets, capabilities)):
-        for name in names:
-            if name not in allowed:
-                raise OptionError(unknown(kind, name, allowed))
-    for batch in batches:
-        if batch < 1:
-            raise OptionError(f"--batch {batch} is not supported; at least 1.")
-    for recipe in recipes:
-        check_recipe(recipe, _HEAD_DIM)
-    return [
-        Route(recipe, pick_dtype(dtype), cache, batch, capabilities[target])
-        for target in targets
-        for recipe in recipes
-        for dtype in dtypes
-        for cache in caches
-        for batch in batches
     ]

@@ -1,4 +1,4 @@
-"""What is decoded: a model's setting, and caches filled at random or by a prompt."""
+"""The subject of decoding: a model's setting, and caches filled at random or by a prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import QuantizedLayer
 
 from kvpass.bench.contenders import random_tokens
-from kvpass.bench.models import CacheShape, cache_shape
+from kvpass.bench.models import CacheShape, cache_shape, check_sizes
 from kvpass.bench.plans import handle_of, packed_states
 from kvpass.bench.timing import synchronize
 from kvpass.errors import OptionError, unknown
@@ -39,13 +39,10 @@ LAYER_TOLERANCE = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders decode.
+    """The task of all contenders, with a model of this transformers config.
 
     Attributes:
-        config: transformers config of the model.
         context: tokens in the cache when the first step begins.
-        batch: sequences.
-        dtype, device: of the model.
         fill: ``random`` keys and values, or a ``prompt`` that is prefilled.
         inner: what compiles graphs: ``inductor``, or ``eager`` to run them op by op.
 
@@ -62,9 +59,7 @@ class Setting:
     inner: str = "inductor"
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name}={getattr(self, name)} is not supported; at least 1.")
+        check_sizes(context=self.context, batch=self.batch)
         if self.fill not in FILLS:
             raise OptionError(unknown("fill", self.fill, FILLS))
         if self.inner not in INNER:
@@ -72,7 +67,7 @@ class Setting:
 
     @property
     def shape(self) -> CacheShape:
-        """Of the model's cache."""
+        """Sizes of the model's cache."""
         return cache_shape(self.config)
 
     @property
@@ -83,8 +78,10 @@ class Setting:
     def ids(self, length: int) -> Tensor:
         """Random token ids ``[B, length]``."""
         generator = torch.Generator(self.device).manual_seed(7)
-        vocabulary = self.config.get_text_config(decoder=True).vocab_size
-        size = (self.batch, length)
+        vocabulary, size = (
+            self.config.get_text_config(decoder=True).vocab_size,
+            (self.batch, length),
+        )
         return torch.randint(vocabulary, size, generator=generator, device=self.device)
 
     def layer(self) -> tuple[Tensor, Tensor]:
@@ -101,10 +98,12 @@ def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
     return logits
 
 
-def prefill(setting: Setting, model: Any, run: Step, new_cache: Callable[[], Any]) -> Filled:
-    """A cache that a prompt has filled, and the seconds that took: at first, then again."""
-    seconds = []
-    prompt = setting.ids(setting.context)
+def filled(setting: Setting, model: Any, run: Step, new_cache: Callable[[], Any]) -> Filled:
+    """A plain cache, filled as the setting says. A prompt is computed by ``run``, twice: a note
+    says how many seconds that took at first, and then."""
+    if setting.fill == "random":
+        return random_cache(setting, new_cache()), ""
+    seconds, prompt = [], setting.ids(setting.context)
     for _ in range(2):
         cache = new_cache()
         start = time.perf_counter()
@@ -112,13 +111,6 @@ def prefill(setting: Setting, model: Any, run: Step, new_cache: Callable[[], Any
         synchronize(setting.device)
         seconds.append(time.perf_counter() - start)
     return cache, f"prefill {seconds[1]:.2f} s (the first {seconds[0]:.2f} s)"
-
-
-def dynamic_cache(setting: Setting, model: Any, run: Step) -> Filled:
-    """A plain cache, filled as the setting says; ``run`` computes a prompt."""
-    if setting.fill == "prompt":
-        return prefill(setting, model, run, lambda: DynamicCache(config=setting.config))
-    return random_cache(setting, DynamicCache(config=setting.config)), ""
 
 
 def random_cache(setting: Setting, cache: Any) -> Any:
@@ -130,7 +122,7 @@ def random_cache(setting: Setting, cache: Any) -> Any:
 
 
 def packed_cache(setting: Setting, plan: LayerPlan) -> Any:
-    """What a prefill leaves behind, without the prefill; ``plan`` is that of every layer."""
+    """The cache that a prefill leaves behind, without the prefill; every layer has this plan."""
     cache = DynamicCache(config=setting.config)
     plain, plans = setting.layer(), (plan.keys, plan.values)
     states = packed_states(plan, *plain)

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from kvpass.backend import compile_ahead, tunings
-from kvpass.bench.attention import attention_section, bench_attention
+from kvpass.bench.attention import attention_json, attention_section, bench_attention
 from kvpass.bench.contenders import Case
 from kvpass.bench.decode import bench_decode, decode_json, decode_section
 from kvpass.bench.device import free_memory
 from kvpass.bench.filling import Setting
-from kvpass.bench.kernel_checks import check_kernels, worst
+from kvpass.bench.kernel_checks import Check, check_kernels, worst
 from kvpass.bench.model_checks import FIRST, VARIANTS, ModelCase, check_model
 from kvpass.bench.models import PRESETS
-from kvpass.bench.report import result_json, write_json
+from kvpass.bench.report import write_json
 from kvpass.bench.timing import Result
 from kvpass.errors import OptionError, unknown
 
 _RECIPES = ("kivi-4bit", "kivi-2bit")
 _CALIBRATED = ("kvquant-nuq3-1%", "kvquant-nuq2")
-# Whose kernels are checked; calibrated ones with random tokens, and SKVQ's without what comes from
-# texts (its defaults: `kvpass.bench.model_checks`).
+# Recipes whose kernels are checked; calibrated ones with random tokens, and SKVQ's without what
+# comes from texts (its defaults: `kvpass.bench.model_checks`).
 _FORMATS = ("fp", *_RECIPES, "skvq-k2v2,clip=0.9,reorder=false", *_CALIBRATED)
 # Batch and tokens of the attention tables, for the heads of an 8B Llama.
 _LONG = ((1, 32768), (1, 131072))
@@ -49,15 +49,10 @@ def bench_gpu(
     device: torch.device, path: str, minutes: float = 8, parts: Sequence[str] = PARTS
 ) -> bool:
     """Checks subnormals and compiled models, measures long contexts and decoding, checks all
-    kernels, then measures the rest, and writes after each part.
+    kernels, then measures the rest, and writes ``path``, a JSON file, after each part.
 
-    A part that fails is reported, and the next one is run: a GPU may be at hand only once.
-
-    Args:
-        device: a CUDA GPU.
-        path: JSON file to write.
-        minutes: no part is begun later than this.
-        parts: which of `PARTS` to run; always in their order.
+    A part that fails is reported, and the next one is run: a GPU may be at hand only once. No part
+    is begun after so many ``minutes``; ``parts`` are some of `PARTS`, always in their order.
 
     Returns:
         Whether every part ran and every result was right.
@@ -80,10 +75,8 @@ def bench_gpu(
             continue
         start = time.monotonic()
         text, found, right = _TOO_LATE if start > deadline else _attempt(part)
-        seconds = time.monotonic() - start
-        print(
-            f"== {name}, {seconds:.0f} s: {'right' if right else 'NOT RIGHT'}\n{text}", flush=True
-        )
+        seconds, verdict = time.monotonic() - start, "right" if right else "NOT RIGHT"
+        print(f"== {name}, {seconds:.0f} s: {verdict}\n{text}", flush=True)
         rows += [{"part": name} | row for row in found]
         rows.append({"part": name, "right": right, "seconds": seconds, "text": text})
         fine = fine and right
@@ -92,7 +85,7 @@ def bench_gpu(
 
 
 def _parts(device: torch.device) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """In order; the first word of a name is one of `PARTS`."""
+    """Names and parts in order; the first word of a name is one of `PARTS`."""
     yield "subnormals", partial(_subnormals, device)
     yield from ((f"model {case}", partial(_model, device, case)) for case in FIRST)
     for batch, tokens in _LONG:
@@ -144,10 +137,12 @@ def _model(device: torch.device, case: ModelCase) -> Finding:
 def _kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Finding:
     lines, rows, right = [], [], True
     for recipe in _FORMATS:
-        checks = partial(check_kernels, recipe, dtype, head_dim, device, wanted="triton")
+
+        def checks(recipe: str = recipe) -> list[Check]:
+            return list(check_kernels(recipe, dtype, head_dim, device, wanted="triton"))
+
         try:
-            compiled = compile_ahead(lambda checks=checks: list(checks()))  # type: ignore[misc]
-            done = list(checks())
+            compiled, done = compile_ahead(checks), checks()
         except Exception as error:
             lines.append(f"{recipe}: FAILED {type(error).__name__}: {error}")
             rows.append({"recipe": recipe, "problem": str(error)})
@@ -170,25 +165,21 @@ def _attention(device: torch.device, batch: int, tokens: int, launches: str = "g
         return "not run: too little memory", [], True
     graphs = launches == "graph"
     (run,) = bench_attention([case], _RECIPES, rounds=20, graphs=graphs, go_on=True)
-    rows = [
-        {"batch": batch, "tokens": tokens, "launches": launches, "copy_gb_s": run.copy_gb_s}
-        | result_json(r)
-        for r in run.results
-    ]
+    rows = [{"launches": launches} | row for row in attention_json(run)]
     return str(attention_section(run)), rows, _right(run.results)
 
 
 def _sizes() -> Finding:
-    """What measuring the sizes of the attention above has gained over the table."""
+    """The gain of measured sizes of the attention above over those of the table."""
     lines, rows = [], []
     for t in tunings():
         table, chosen, w = asdict(t.table), asdict(t.chosen), t.workload
         changed = [f"{n} {table[n]} -> {chosen[n]}" for n in chosen if chosen[n] != table[n]]
         gain = t.table_ms / t.chosen_ms if t.table_ms and t.chosen_ms else None
-        told = "no time for the table's" if gain is None else f"{gain:.2f} x the table's speed"
+        speed = "no time for the table's" if gain is None else f"{gain:.2f} x the table's speed"
         lines.append(
             f"{w.k_plan}, {w.v_plan} B={w.batch} T={w.capacity}: "
-            f"{', '.join(changed) or 'as in the table'}; {told}"
+            f"{', '.join(changed) or 'as in the table'}; {speed}"
         )
         rows.append({**asdict(t), "gain": gain})
     right = all(row["gain"] is not None for row in rows)
@@ -200,11 +191,11 @@ def _decode(device: torch.device) -> Finding:
     shape = replace(PRESETS["llama-3.1-8b"], layers=_DECODED_LAYERS)
     setting = Setting(shape.config(), _DECODED_TOKENS, _DECODE_BATCH, torch.bfloat16, device)
     results = bench_decode(setting, _RECIPES, rounds=20, go_on=True)
-    rows = [decode_json(setting, r) | result_json(r) for r in results]
+    rows = decode_json(setting, results)
     return str(decode_section(setting, results)), rows, _right(results)
 
 
 def _right(results: Sequence[Result]) -> bool:
-    """Peers need not run; what is ours must, and nothing may be wrong."""
+    """Whether all of ours ran, which peers need not, and nothing is wrong."""
     ours = [r for r in results if r.name.startswith("kvpass ")]
     return not any(r.wrong for r in results) and all(r.times_ms for r in ours)

@@ -18,6 +18,21 @@ from kvpass.errors import OptionError, unknown
 _POSITIONS = 1 << 20
 
 
+def check_sizes(**sizes: int | None) -> None:
+    """Refuses sizes below 1, and KV heads that do not divide the query heads; None is no size.
+
+    Raises:
+        OptionError: if there are such.
+    """
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise OptionError(f"{name}={value} is not supported; at least 1.")
+    if (sizes.get("heads") or 0) % (sizes.get("kv_heads") or 1):
+        raise OptionError(
+            f"{sizes['kv_heads']} KV heads do not divide {sizes['heads']} query heads."
+        )
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a Llama. ``head_dim`` None: ``hidden / heads``.
@@ -35,32 +50,25 @@ class Shape:
     vocab: int = 32000
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise OptionError(f"{name}={value} is not supported; at least 1.")
-        if self.heads % self.kv_heads:
-            raise OptionError(f"{self.kv_heads} KV heads do not divide {self.heads} query heads.")
+        check_sizes(**vars(self))
         if self.head_dim is None and self.hidden % self.heads:
             raise OptionError(f"{self.heads} heads do not divide hidden size {self.hidden}.")
 
     def config(self) -> LlamaConfig:
-        """As transformers takes it."""
+        """The transformers config of such a model."""
         return LlamaConfig(
             num_hidden_layers=self.layers,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim or self.hidden // self.heads,
+            head_dim=self.head_dim,
             vocab_size=self.vocab,
             max_position_embeddings=_POSITIONS,
         )
 
 
-PRESETS = {
-    "small": Shape(),
-    "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256),
-}
+PRESETS = {"small": Shape(), "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256)}
 
 
 @dataclass(frozen=True)
@@ -104,27 +112,28 @@ def load_config(path: str) -> Any:
 
 
 def cache_shape(config: Any) -> CacheShape:
-    """What the cache of such a model is made of.
+    """Sizes of the cache of such a model.
 
     Raises:
         OptionError: if not every layer keeps all tokens.
     """
-    text = config.get_text_config(decoder=True)
-    odd = {
-        type(layer).__name__
-        for layer in DynamicCache(config=config).layers
-        if type(layer) is not DynamicLayer
-    }
-    if odd:
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer}
+    if kinds:
         raise OptionError(
-            f"The model's cache has layers that do not keep all tokens ({', '.join(sorted(odd))}); "
+            "The model's cache has layers that do not keep all tokens "
+            f"({', '.join(sorted(kind.__name__ for kind in kinds))}); "
             "the benchmarks take models with full attention in every layer."
         )
+    return layer_sizes(config)
+
+
+def layer_sizes(config: Any) -> CacheShape:
+    """The sizes in a config, whatever its layers keep."""
+    text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return CacheShape(
-        text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or heads, dim
-    )
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    return CacheShape(text.num_hidden_layers, kv_heads, dim)
 
 
 def model_bytes(config: Any, dtype: torch.dtype) -> int:
@@ -137,17 +146,18 @@ def model_bytes(config: Any, dtype: torch.dtype) -> int:
 def random_model(
     config: Any, dtype: torch.dtype, device: torch.device, attention: str = "sdpa"
 ) -> Any:
-    """A causal language model with random weights, in eval mode.
-
-    Matrices are scaled so that attention is as peaked in every size of model as in trained ones:
-    otherwise it would average the whole cache, and logits would not tell a wrong one.
-    """
+    """A causal language model with random weights, in eval mode."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    scale = 4 * math.sqrt(1024 / config.get_text_config(decoder=True).hidden_size)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(scale)
+    scale_matrices(model, 4 * math.sqrt(1024 / config.get_text_config(decoder=True).hidden_size))
     return model.to(device).eval()
+
+
+@torch.no_grad()
+def scale_matrices(model: torch.nn.Module, scale: float) -> None:
+    """Makes the attention of random weights as peaked in every size of model as that of trained
+    ones: otherwise it would average the whole cache, and logits would not show a wrong one."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(scale)

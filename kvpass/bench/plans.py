@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from torch import Tensor
 
-import kvpass.ops.pack
-import kvpass.ops.rotary  # noqa: F401  (registers the ops)
+import kvpass.ops.cos_sin
+import kvpass.ops.pack  # noqa: F401  (registers the ops)
 from kvpass.calibration.samples import (
     STORED,
     AttentionSample,
@@ -31,12 +32,12 @@ from kvpass.recipes import written_recipe
 from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
 
-# That a calibrated recipe sees.
+# Tokens that a calibrated recipe sees.
 _TOKENS = 1024
 _THETA = 10000.0
-# Of Cocktail's chunks: in the fewest bits, and exact, as its search finds them in the documents of
-# examples/cocktail.py; levels between share the others.
-_LOW, _EXACT = 0.88, 0.035
+# The shares of Cocktail's chunks in the fewest bits, and exact, as its search finds them in the
+# documents of examples/cocktail.py; other numbers of bits share the rest.
+_FEWEST, _EXACT = 0.88, 0.035
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,7 @@ class _Random:
         return self.keys.shape[0] * max(0, self.keys.shape[2] - skip)
 
     def __call__(self, observer: Observer, name: str) -> None:
-        q = torch.randn_like(self.keys)
-        scale = self.keys.shape[3] ** -0.5
+        q, scale = torch.randn_like(self.keys), self.keys.shape[3] ** -0.5
         known = (None, scale, None, True, 0.0, (), self.keys)
         observer(AttentionSample("*", q, self.keys, self.values, *known))
 
@@ -69,9 +69,11 @@ class _Random:
 
 
 def check_recipe(name: str, head_dim: int) -> None:
-    """Raises:
-    OptionError: if there is no such recipe.
-    PlanError: if it does not fit the head dimension.
+    """Refuses what cannot be measured.
+
+    Raises:
+        OptionError: if there is no such recipe.
+        PlanError: if it does not fit the head dimension.
     """
     recipe = written_recipe(name)
     if not recipe.calibrated:
@@ -85,8 +87,8 @@ def layer_plan(name: str, keys: Tensor, values: Tensor) -> LayerPlan:
     if recipe.calibrated:
         with torch.random.fork_rng(devices=[keys.device] if keys.is_cuda else []):
             torch.manual_seed(0)
-            seen = _Random(keys[:1, :, :_TOKENS], values[:1, :, :_TOKENS])
-            plan = recipe.fit(seen, seed=0).layers["*"]
+            runner = _Random(keys[:1, :, :_TOKENS], values[:1, :, :_TOKENS])
+            plan = recipe.fit(runner, seed=0).layers["*"]
     else:
         plan = recipe.layer_plan("*", keys.shape[3], values.shape[3])
     rope = Rope("halves", 0, keys.shape[3]) if plan.before_rope else None
@@ -96,7 +98,7 @@ def layer_plan(name: str, keys: Tensor, values: Tensor) -> LayerPlan:
 def packed_states(
     plan: LayerPlan, keys: Tensor, values: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What ``kvpass::pack`` makes of keys and values; the former stand before their rotary
+    """States that ``kvpass::pack`` makes of keys and values; keys are before their rotary
     embedding where the plan says so. Chunks have `random_bits`."""
     if isinstance(plan.keys, ChunkedPlan):
         with use(random_bits(plan.keys, keys.shape[0], keys.shape[2])):
@@ -111,8 +113,8 @@ def packed_states(
         half = plan.keys.rope.channels // 2
         steps = torch.arange(half, device=keys.device) / half
         angles = torch.arange(keys.shape[2], device=keys.device).unsqueeze(1) * _THETA**-steps
-        rows = torch.cat([angles.cos(), angles.sin()], dim=1).to(keys.dtype).unsqueeze(0)
-        k.append(torch.ops.kvpass.pack_rotary(rows, str(plan.keys)))
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(keys.dtype).unsqueeze(0)
+        k.append(torch.ops.kvpass.pack_cos_sin(cos_sin, str(plan.keys)))
     return k, torch.ops.kvpass.pack(values, str(plan.values))
 
 
@@ -120,13 +122,10 @@ def random_bits(plan: ChunkedPlan, batch: int, tokens: int) -> ChunkBits:
     """Bits of all chunks of so many tokens: most in the fewest, few exact. The same at every
     call."""
     count, between = tokens // plan.chunk, len(plan.chunk_codecs) - 1
-    shares = [_LOW, *[(1 - _LOW - _EXACT) / max(between, 1)] * between, _EXACT]
-    generator = torch.Generator().manual_seed(0)
-    bits = []
-    for _ in range(batch):
-        picks = torch.multinomial(torch.tensor(shares), count, True, generator=generator)
-        bits.append([plan.chunk_bits[i] for i in picks.tolist()])
-    return ChunkBits(tuple(map(tuple, bits)), (0,) * batch, plan.chunk)
+    shares = [_FEWEST, *[(1 - _FEWEST - _EXACT) / max(between, 1)] * between, _EXACT]
+    random = Random(0)
+    bits = tuple(tuple(random.choices(plan.chunk_bits, shares, k=count)) for _ in range(batch))
+    return ChunkBits(bits, (0,) * batch, plan.chunk)
 
 
 def handle_of(state: list[Tensor], plan: TensorPlan, tokens: int, dtype: torch.dtype) -> PackedKV:

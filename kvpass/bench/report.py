@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvpass.bench.device import machine
 from kvpass.bench.timing import Result
 from kvpass.errors import OptionError
+
+# The header of a column, and what stands in it for a result that was timed.
+Column = tuple[str, Callable[[Result], str]]
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Section:
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
 
     def __str__(self) -> str:
         table = [self.header, *self.rows]
@@ -41,17 +45,44 @@ def number(x: float) -> str:
     return f"{x:.{digits}f}"
 
 
+def timing_section(
+    title: str, names: Sequence[str], results: Sequence[Result], columns: Sequence[Column]
+) -> Section:
+    """A row per result; ``names`` are the headers of the contenders and of their medians."""
+    header = [*names, "p25-p75", *(name for name, _ in columns), "error"]
+    rows = []
+    for result in results:
+        cells = timing_cells(result)
+        if result.times_ms:
+            cells += [*(cell(result) for _, cell in columns), f"{result.error:.1e}"]
+        rows.append(cells)
+    return Section(title, header, rows, [f"{r.name}: {r.note}" for r in results if r.note])
+
+
 def timing_cells(result: Result) -> list[str]:
     """Name, median and quartiles in milliseconds; or the name and why there is no time."""
     if result.wrong:
-        return [
-            result.name,
-            f"WRONG: relative error {result.error:.2e}, allowed {result.tolerance:.0e}",
-        ]
+        problem = f"relative error {result.error:.2e}, allowed {result.tolerance:.0e}"
+        return [result.name, f"WRONG: {problem}"]
     if not result.times_ms:
         return [result.name, f"not run: {result.problem}"]
-    low, high = result.spread_ms
-    return [result.name, number(result.median_ms), f"{number(low)}-{number(high)}"]
+    spread = "-".join(map(number, result.spread_ms))
+    return [result.name, number(result.median_ms), spread]
+
+
+def speed_ups(results: Sequence[Result], names: Iterable[str]) -> list[Column]:
+    """Medians of a peer over medians of the row: of the peers with these names that were timed,
+    and of the fastest of all peers."""
+    peers = [r for r in results if r.times_ms and not r.name.startswith("kvpass ")]
+    best = min(peers, key=lambda r: r.median_ms, default=None)
+    shown = [r for r in peers if r.name in names]
+    if best is not None and best not in shown:
+        shown.append(best)
+    return [(f"x {peer.name}", partial(_speed_up, peer)) for peer in shown]
+
+
+def _speed_up(peer: Result, result: Result) -> str:
+    return f"{peer.median_ms / result.median_ms:.2f}"
 
 
 def result_json(result: Result) -> dict[str, Any]:
@@ -61,35 +92,40 @@ def result_json(result: Result) -> dict[str, Any]:
 
 
 def write_json(
-    path: str, command: str, arguments: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
+    path: str | None,
+    command: str,
+    arguments: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Writes the machine, the versions, the arguments and all results.
+    """Writes the machine, the versions, the arguments and all results, as `write_text` does."""
+    content = {"command": command, "arguments": arguments, "machine": machine(), "results": results}
+    write_text(path, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def write_text(path: str | None, text: str) -> None:
+    """Writes a file if there is a path.
 
     Raises:
-        OptionError: if the file cannot be written.
+        OptionError: if it cannot be written.
     """
-    content = {
-        "command": command,
-        "arguments": dict(arguments),
-        "machine": machine(),
-        "results": list(results),
-    }
+    if path is None:
+        return
     try:
-        Path(path).write_text(json.dumps(content, indent=1, default=str) + "\n")
+        Path(path).write_text(text)
     except OSError as error:
         raise OptionError(f"'{path}' cannot be written: {error.strerror}.") from error
 
 
-def check_outputs(json_path: str | None, plot_path: str | None) -> None:
-    """Says before anything is measured that it could not be written.
+def check_outputs(json_path: str | None, plot: str | None = None) -> None:
+    """Refuses, before anything is measured, outputs that could not be written.
 
     Raises:
-        OptionError: if a folder is missing, or matplotlib is.
+        OptionError: if a folder is missing, or matplotlib is, which ``plot`` needs.
     """
-    for path in filter(None, (json_path, plot_path)):
+    for path in filter(None, (json_path, plot)):
         if not Path(path).absolute().parent.is_dir():
             raise OptionError(f"'{path}' cannot be written: its folder does not exist.")
-    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise OptionError("--plot needs matplotlib: pip install 'kvpass[plot]'.")
 
 
@@ -99,16 +135,12 @@ def plot_lines(
     """One line per series of points, both axes logarithmic."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(7, 4), layout="tight")
     for name, points in series.items():
-        x, y = zip(*sorted(points), strict=True)
-        axes.plot(x, y, marker="o", label=name)
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set(yscale="log", xlabel=x_label, ylabel=y_label)
     axes.legend()
-    figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
 
@@ -117,11 +149,9 @@ def plot_bars(path: str, bars: Mapping[str, float], x_label: str) -> None:
     """One horizontal bar per name, the first on top."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 0.5 + 0.45 * max(len(bars), 1)))
-    drawn = axes.barh(list(bars), list(bars.values()))
-    axes.bar_label(drawn, fmt="%.4g")
+    figure, axes = plt.subplots(figsize=(7, 0.5 + 0.45 * max(len(bars), 1)), layout="tight")
+    axes.bar_label(axes.barh(list(bars), list(bars.values())), fmt="%.4g")
     axes.invert_yaxis()
     axes.set_xlabel(x_label)
-    figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

@@ -8,6 +8,8 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
+from timeit import Timer
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from tqdm.auto import tqdm
 
 Call = Callable[[], Tensor]
 Clock = Callable[[], float]
-# Calls of one CUDA graph: enough that what a replay costs beside the kernels does not show.
+# Calls of one CUDA graph: enough to hide what a replay costs beside the kernels.
 _GRAPH_CALLS = 16
 
 
@@ -24,7 +26,6 @@ class Contender:
     """Something to be timed.
 
     Attributes:
-        name: shown in tables.
         calls: the same work, each on buffers of its own; taken in turns.
         error: of a result, to be compared with ``tolerance``; NaN is wrong too.
         tolerance: largest error that counts as right.
@@ -49,8 +50,8 @@ class Contender:
 
 
 def made_or_failing(name: str, make: Callable[[], Contender], go_on: bool) -> Contender:
-    """The contender that ``make`` makes. With ``go_on``, whatever fails of it, now or later, is its
-    result's ``problem``, and does not stop the others."""
+    """The contender that ``make`` makes. With ``go_on``, an exception, now or later, becomes its
+    result's ``problem`` and does not stop the others."""
     try:
         contender = make()
     except Exception as error:
@@ -68,10 +69,9 @@ def made_or_failing(name: str, make: Callable[[], Contender], go_on: bool) -> Co
 
 @dataclass
 class Result:
-    """What was measured of one contender.
+    """The measurements of one `Contender`.
 
     Attributes:
-        name, tolerance, bytes_read, note: see `Contender`.
         error: the largest of all calls; None if there was none.
         problem: why it did not run, or empty.
         first_call_s: seconds of the first call, compilation included.
@@ -104,8 +104,8 @@ class Result:
         """First and third quartile, in milliseconds."""
         if len(self.times_ms) < 2:
             return self.times_ms[0], self.times_ms[0]
-        low, _, high = statistics.quantiles(self.times_ms, n=4, method="inclusive")
-        return low, high
+        first, _, third = statistics.quantiles(self.times_ms, n=4, method="inclusive")
+        return first, third
 
 
 def measure(
@@ -115,33 +115,31 @@ def measure(
     *,
     warm_up: int = 3,
     graphs: bool = False,
-    progress: bool = True,
 ) -> list[Result]:
     """Checks all contenders, then times those that are right, one call of each per round.
 
     Args:
         contenders: to be compared.
         rounds: timed calls of each.
-        device: CUDA events time a GPU, ``time.perf_counter`` a CPU.
+        device: CUDA events time a GPU, ``timeit`` a CPU.
         warm_up: untimed calls after the checked ones.
         graphs: on a GPU, time replays of a CUDA graph of the calls: kernels without launches.
-        progress: show a bar.
     """
     results = [Result(c.name, c.tolerance, c.bytes_read, c.note) for c in contenders]
     timed: list[tuple[Result, Clock]] = []
-    bar = tqdm(total=len(contenders) * (rounds + 1), disable=not progress, leave=False)
-    for contender, result in zip(contenders, results, strict=True):
-        bar.set_description(f"check {contender.name}")
-        clock = _prepare(contender, result, device, warm_up, graphs)
-        if clock is not None:
-            timed.append((result, clock))
-        bar.update()
-    bar.set_description("time")
-    for _ in range(rounds):
-        for result, clock in timed:
-            result.times_ms += (clock(),)
+    steps = len(contenders) * (rounds + 1)
+    with tqdm(total=steps, desc="check", disable=None, leave=False) as bar:
+        for contender, result in zip(contenders, results, strict=True):
+            bar.set_postfix_str(contender.name)
+            clock = _prepare(contender, result, device, warm_up, graphs)
+            if clock is not None:
+                timed.append((result, clock))
             bar.update()
-    bar.close()
+        bar.set_description("time")
+        for _ in range(rounds):
+            for result, clock in timed:
+                result.times_ms += (clock(),)
+                bar.update()
     return results
 
 
@@ -157,8 +155,8 @@ def _prepare(
             if result.wrong:
                 return None
             start = time.perf_counter()
-            for i in range(warm_up):
-                contender.calls[i % len(contender.calls)]()
+            for call in islice(cycle(contender.calls), warm_up):
+                call()
             clock = _clock(contender.calls, device, graphs and contender.capturable)
             synchronize(device)
             result.warm_up_s = time.perf_counter() - start
@@ -192,39 +190,23 @@ def _check(contender: Contender, result: Result, device: torch.device) -> None:
 
 def _clock(calls: Sequence[Call], device: torch.device, graphs: bool) -> Clock:
     """Milliseconds of the next call, or of an average call of a CUDA graph."""
+    turns = cycle(calls)
+
+    def call() -> object:
+        return next(turns)()
+
     if device.type != "cuda":
-        return _cpu_clock(calls)
+        timer = Timer(call)
+        return lambda: timer.timeit(1) * 1e3
     if not graphs:
-        return _event_clock(_rotation(calls), 1)
+        return _event_clock(call, 1)
     count = max(len(calls), _GRAPH_CALLS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(count):
-            calls[i % len(calls)]()
+        for _ in range(count):
+            call()
     graph.replay()
     return _event_clock(graph.replay, count)
-
-
-def _rotation(calls: Sequence[Call]) -> Callable[[], object]:
-    turn = -1
-
-    def call() -> object:
-        nonlocal turn
-        turn = (turn + 1) % len(calls)
-        return calls[turn]()
-
-    return call
-
-
-def _cpu_clock(calls: Sequence[Call]) -> Clock:
-    call = _rotation(calls)
-
-    def clock() -> float:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-
-    return clock
 
 
 def _event_clock(call: Callable[[], object], count: int) -> Clock:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from kvpass.calibration.samples import STORED
-from kvpass.calibration.scores import Name, Scores
-from kvpass.errors import OptionError, shown
-from kvpass.plan import LayerPlan, Plan
+from kvpass.calibration.samples import STORED, Name
+from kvpass.calibration.scores import Scores
+from kvpass.errors import OptionError, check, is_number
+from kvpass.plan import Plan
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A plan, and what it is predicted to be.
+    """A plan, and what it is predicted to cost.
 
     Attributes:
         plan: for the model that was scored.
@@ -33,8 +37,7 @@ class Allocation:
     chosen: Mapping[Name, int]
 
 
-@dataclass(frozen=True)
-class _Choice:
+class _Choice(NamedTuple):
     """Candidates for the keys and the values of one layer."""
 
     layer: str
@@ -56,8 +59,8 @@ def allocate(
     Args:
         scores: from `kvpass.score`.
         budget_bits: bits per element at most; the least cost is wanted.
-        max_bytes: of a cache of so many ``tokens`` of one sequence, its exact tokens not counted;
-            the least cost is wanted.
+        max_bytes: bytes at most of a cache of so many ``tokens`` of one sequence, exact ones not
+            counted; the least cost is wanted.
         max_perplexity_increase: e.g. 0.01 for 1%; the fewest bits are wanted. Needs scores by
             ``loss``, whose sum the increase of the loss is taken for.
 
@@ -70,60 +73,46 @@ def allocate(
             f"scores of type {type(scores).__name__} are not supported; allowed: what kvpass.score "
             "returns."
         )
-    cost, bits = _totals(scores)
-    elements = sum(t.heads * t.dim for t in scores.tensors.values())
-    if max_perplexity_increase is not None and (budget_bits, max_bytes) == (None, None):
-        _positive("max_perplexity_increase", max_perplexity_increase)
-        if scores.by != "loss":
-            raise OptionError(
-                f"max_perplexity_increase={max_perplexity_increase} needs scores by 'loss', not "
-                f"'{scores.by}'."
-            )
-        limited, limit, wanted = cost, math.log1p(max_perplexity_increase), bits
-        text = f"max_perplexity_increase={max_perplexity_increase}"
-    elif budget_bits is not None and (max_bytes, max_perplexity_increase) == (None, None):
-        limited, limit, wanted = bits, _positive("budget_bits", budget_bits) * elements, cost
-        text = f"budget_bits={budget_bits}"
-    elif max_bytes is not None and (budget_bits, max_perplexity_increase) == (None, None):
-        per_token = _positive("max_bytes", max_bytes) / _positive("tokens", tokens)
-        limited, limit, wanted = bits, 8 * per_token, cost
-        text = f"max_bytes={max_bytes} for {tokens} tokens"
+    choices = list(_choices(scores))
+    elements = {name: t.heads * t.dim for name, t in scores.tensors.items()}
+    sizes = {n: [b * elements[n] for b in t.bits] for n, t in scores.tensors.items()}
+    cost = _totals(choices, {name: t.costs for name, t in scores.tensors.items()})
+    bits = _totals(choices, sizes)
+    names = ("budget_bits", "max_bytes", "max_perplexity_increase")
+    values = zip(names, (budget_bits, max_bytes, max_perplexity_increase), strict=True)
+    given = [(name, value) for name, value in values if value is not None]
+    if len(given) != 1:
+        raise OptionError(f"allocate needs one of {names[0]}, {names[1]} and {names[2]}.")
+    limit, text = _positive(*given[0]), "{}={}".format(*given[0])
+    wanted, limited = cost, bits
+    if budget_bits is not None:
+        limit *= sum(elements.values())
+    elif max_bytes is not None:
+        limit, text = 8 * limit / _positive("tokens", tokens), f"{text} for {tokens} tokens"
+    elif scores.by == "loss":
+        wanted, limited, limit = bits, cost, math.log1p(limit)
     else:
-        raise OptionError(
-            "allocate needs one of budget_bits, max_bytes and max_perplexity_increase."
-        )
-    best = _solve(wanted, limited, limit)
-    if best is None:
-        least = sum(_least(limited).values())
+        raise OptionError(f"{text} needs scores by 'loss', not '{scores.by}'.")
+    layers = dict.fromkeys(c.layer for c in choices)
+    in_layer = np.array([[c.layer == layer for c in choices] for layer in layers])
+    taken = _solve(in_layer, wanted, limited, limit)
+    if taken is None:
+        least = np.where(in_layer, limited, np.inf).min(1).sum()
         raise OptionError(
             f"{text} cannot be kept: the candidates come to {least / limit:.3g} times that."
         )
+    best = [choice for choice, chosen in zip(choices, taken, strict=True) if chosen]
     return Allocation(
         plan=_joined(scores, best),
-        bits=sum(bits[c] for c in best) / elements,
-        cost=sum(cost[c] for c in best),
+        bits=float(bits[taken].sum() / sum(elements.values())),
+        cost=float(cost[taken].sum()),
         chosen={(c.layer, kind): getattr(c, kind) for c in best for kind in STORED},
     )
 
 
-def _positive(name: str, value: float | None) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or not number or not 0 < value < math.inf:
-        raise OptionError(f"{name}={shown(value)} is not supported; allowed: a number above 0.")
+def _positive(name: str, value: Any) -> float:
+    check(name, value, is_number(value) and 0 < value < math.inf, "a number above 0")
     return float(value)
-
-
-def _totals(scores: Scores) -> tuple[dict[_Choice, float], dict[_Choice, float]]:
-    """The cost and the bits of a token for every choice there is."""
-    cost, bits = {}, {}
-    for choice in _choices(scores):
-        keys, values = (scores.tensors[choice.layer, kind] for kind in STORED)
-        cost[choice] = keys.costs[choice.keys] + values.costs[choice.values]
-        bits[choice] = (
-            keys.bits[choice.keys] * keys.heads * keys.dim
-            + values.bits[choice.values] * values.heads * values.dim
-        )
-    return cost, bits
 
 
 def _choices(scores: Scores) -> Iterator[_Choice]:
@@ -136,48 +125,39 @@ def _choices(scores: Scores) -> Iterator[_Choice]:
                 yield _Choice(layer, i, j)
 
 
+def _totals(choices: Sequence[_Choice], tensors: Mapping[Name, Sequence[float]]) -> Floats:
+    """Sums over keys and values, for each choice."""
+    return np.array(
+        [tensors[c.layer, "keys"][c.keys] + tensors[c.layer, "values"][c.values] for c in choices]
+    )
+
+
 def _solve(
-    wanted: Mapping[_Choice, float], limited: Mapping[_Choice, float], limit: float
-) -> list[_Choice] | None:
-    """One choice of every layer, so that ``limited`` sums up to ``limit`` at most and ``wanted`` to
-    the least; None if there is none."""
-    choices = list(wanted)
-    layers = list(dict.fromkeys(c.layer for c in choices))
-    once = np.array([[float(c.layer == layer) for c in choices] for layer in layers])
-    costs, sizes = (np.array([x[c] for c in choices]) for x in (wanted, limited))
+    in_layer: NDArray[np.bool_], wanted: Floats, limited: Floats, limit: float
+) -> NDArray[np.bool_] | None:
+    """Which choices to take: one of every layer ``[layers, choices]``, so that ``limited`` sums up
+    to ``limit`` at most and ``wanted`` to the least; None if there are none."""
     # The solver's tolerances are absolute.
-    scale = max(abs(limit), 1e-30)
+    scale = max(limit, 1e-30)
     found = milp(
-        costs / max(float(np.abs(costs).max()), 1e-30),
-        integrality=np.ones(len(choices)),
+        wanted / max(float(np.abs(wanted).max()), 1e-30),
+        integrality=np.ones(len(wanted)),
         bounds=Bounds(0, 1),
         constraints=[
-            LinearConstraint(once, 1, 1),
-            LinearConstraint(sizes[None] / scale, -np.inf, limit / scale + 1e-9),
+            LinearConstraint(in_layer.astype(float), 1, 1),
+            LinearConstraint(limited[None] / scale, -np.inf, limit / scale + 1e-9),
         ],
         options={"mip_rel_gap": 0.0},
     )
-    if found.x is None:
-        return None
-    return [c for c, taken in zip(choices, found.x, strict=True) if taken > 0.5]
+    return None if found.x is None else found.x > 0.5
 
 
-def _least(limited: Mapping[_Choice, float]) -> dict[str, float]:
-    """The least of every layer."""
-    found: dict[str, float] = {}
-    for choice, size in limited.items():
-        found[choice.layer] = min(size, found.get(choice.layer, math.inf))
-    return found
-
-
-def _joined(scores: Scores, chosen: list[_Choice]) -> Plan:
+def _joined(scores: Scores, chosen: Sequence[_Choice]) -> Plan:
     layers = {}
     for choice in chosen:
         k = scores.candidates[choice.keys].layer(choice.layer)
         v = scores.candidates[choice.values].layer(choice.layer)
-        layers[choice.layer] = LayerPlan(
-            k.keys, v.values, k.key_order, v.value_order, k.before_rope, k.key_ranges
-        )
+        layers[choice.layer] = replace(k, values=v.values, value_order=v.value_order)
     known = (p.calibration for p in scores.candidates if p.calibration is not None)
     first = scores.candidates[0]
     return replace(first, layers=layers, recipe="allocated", calibration=next(known, None))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass.calibration.data import token_batches
 from kvpass.calibration.observe import ModelRunner
-from kvpass.errors import OptionError, shown
+from kvpass.errors import OptionError, check, check_whole
 from kvpass.fingerprint import fingerprint
 from kvpass.plan import Calibration, Plan
 from kvpass.recipes import RECIPES, Recipe, overridden
@@ -45,15 +45,15 @@ def calibrate(
         data: texts, token ids, or a data set of mappings with ``input_ids`` or ``text``.
         tokenizer: for texts.
         samples: pieces of text, at most.
-        length: tokens of a piece, at most. A recipe's exact window and sinks say nothing of what
-            is packed: pieces should be much longer.
+        length: tokens of a piece, at most. Tokens in a recipe's exact window and sinks say nothing
+            of what is packed: pieces should be much longer.
         batch: pieces that run at once.
-        seed: of all that is drawn.
+        seed: for all that is drawn.
         progress: show a bar.
         overrides: fields of the recipe.
 
     Returns:
-        To be passed as ``options={"recipe": plan}``, or saved.
+        The plan to pass as ``options={"recipe": plan}``, or to save.
 
     Raises:
         OptionError: if an argument is not allowed, or the recipe is not calibrated.
@@ -61,35 +61,23 @@ def calibrate(
         UnmatchedGraphError: if no attention is found in the model.
     """
     base = recipe_named(recipe) if isinstance(recipe, str) else recipe
-    if not isinstance(base, Recipe):
-        raise OptionError(
-            f"recipe={shown(recipe)} is not supported; allowed: a Recipe, or one of "
-            f"{', '.join(sorted(RECIPES))}."
-        )
+    allowed = f"a Recipe, or one of {', '.join(sorted(RECIPES))}"
+    check("recipe", recipe, isinstance(base, Recipe), allowed)
     chosen = overridden(base, overrides)
     if not chosen.calibrated:
         raise OptionError(f"Recipe '{chosen.name}' as given needs no calibration; use it as it is.")
-    if type(seed) is not int or seed < 0:
-        raise OptionError(
-            f"seed={shown(seed)} is not supported; allowed: a whole number, at least 0."
-        )
+    check_whole("seed", seed, 0)
     batches = token_batches(data, tokenizer, samples, length, batch)
     _require_packed(chosen, batches)
     plan = chosen.fit(ModelRunner(model, batches, progress), seed)
-    versions = {name: _version(name) for name in _LIBRARIES}
-    calibration = Calibration(
-        seed=seed,
-        tokens=sum(ids.numel() for ids in batches),
-        weights=fingerprint(model, plan.layers),
-        versions={"python": platform.python_version(), **versions},
-    )
-    return replace(plan, calibration=calibration)
+    versions = {"python": platform.python_version(), **dict(map(_version, _LIBRARIES))}
+    tokens = sum(ids.numel() for ids in batches)
+    weights = fingerprint(model, plan.layers)
+    return replace(plan, calibration=Calibration(seed, tokens, weights, versions))
 
 
 def _require_packed(recipe: Recipe, batches: list[Tensor]) -> None:
-    """Raises:
-    OptionError: if the recipe keeps all tokens of all pieces exact, which says nothing of others.
-    """
+    """Refuses texts that a recipe keeps exact: they say nothing of what it packs."""
     exact = sum(getattr(recipe, name, 0) for name in ("window", "sinks"))
     longest = max(ids.shape[1] for ids in batches)
     if longest <= exact:
@@ -100,8 +88,8 @@ def _require_packed(recipe: Recipe, batches: list[Tensor]) -> None:
         )
 
 
-def _version(library: str) -> str:
+def _version(library: str) -> tuple[str, str]:
     try:
-        return version(library)
+        return library, version(library)
     except PackageNotFoundError:
-        return "none"
+        return library, "none"

@@ -7,18 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvpass.calibration.samples import AttentionSample
-from kvpass.format.codec import Codec
-from kvpass.format.groups import Groups
-from kvpass.format.order import ChannelOrder
+from kvpass.calibration.samples import STORED, AttentionSample, Stored
+from kvpass.format.channels import ChannelOrder
 from kvpass.format.quantize import fake_quantize
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 
-# Factors that are tried, 0.5 to 1.
+# Factors to try, 0.5 to 1.
 ALPHAS = tuple(round(0.5 + 0.05 * i, 2) for i in range(11))
-
-# Of each batch, drawn at random.
+# Drawn at random from each batch.
 QUERIES = 32
 
 
@@ -33,23 +30,30 @@ class ClipSearch:
     def __init__(self, plan: LayerPlan, seed: int) -> None:
         self._plan = plan
         self._generator = torch.Generator().manual_seed(seed)
-        self._errors: dict[str, Tensor] = {}
+        self._errors: dict[Stored, Tensor] = {}
 
-    def add(self, seen: AttentionSample) -> None:
+    def add(self, sample: AttentionSample) -> None:
         """Adds the errors of one batch; nothing where its texts end within the exact tokens."""
         exact = max(p.sinks + p.retention.window for p in (self._plan.keys, self._plan.values))
-        tokens = seen.keys.shape[2]
+        tokens = sample.keys.shape[2]
         if tokens <= exact + 1:
             return
         drawn = torch.randint(exact + 1, tokens, (QUERIES,), generator=self._generator)
-        positions = drawn.unique().to(seen.q.device)
-        rows = seen.rows(seen.q[:, :, positions]).float()
-        products = rows @ seen.keys.float().transpose(2, 3)
-        weights = seen.weights(products, positions)
-        self._sum("values", self._value_errors(seen, weights, positions))
-        self._sum("keys", self._key_errors(seen, rows, products, weights, positions))
+        queries = _Queries(sample, drawn.unique().to(sample.q.device))
+        for kind in STORED:
+            plan, order, _ = self._plan.stored(kind)
+            if plan.codec.identity or plan.codec.axis == "channel":
+                continue
+            x = sample.stored(kind, before_rope=False)
+            x = (x if order is None else order.store(x)).float()
+            errors_of = queries.key_errors if kind == "keys" else queries.value_errors
+            found = [
+                errors_of(plan, order, fake_quantize(replace(plan.codec, clip=alpha), x) - x)
+                for alpha in ALPHAS
+            ]
+            self._errors[kind] = self._errors.get(kind, 0) + torch.stack(found).cpu()
 
-    def clip(self, kind: str) -> float | tuple[float, ...]:
+    def clip(self, kind: Stored) -> float | tuple[float, ...]:
         """The factors with the least errors, of ``keys`` or ``values``; 1 where nothing was seen
         or the codec has no groups of channels."""
         if kind not in self._errors:
@@ -57,86 +61,60 @@ class ClipSearch:
         best = self._errors[kind].argmin(0).flatten()
         return tuple(ALPHAS[int(i)] for i in best)
 
-    def _sum(self, kind: str, errors: Tensor | None) -> None:
-        if errors is not None:
-            known = self._errors.get(kind)
-            self._errors[kind] = errors if known is None else known + errors
-
-    def _value_errors(
-        self, seen: AttentionSample, weights: Tensor, positions: Tensor
-    ) -> Tensor | None:
-        """``[factors, H, groups]``: an output channel is a sum of one value channel."""
-        plan, order = self._plan.values, self._plan.value_order
-        if not _clips(plan.codec):
-            return None
-        weights = weights * _rounded(plan, weights, positions)
-        values = _stored(seen.values, order)
-        found = []
-        for alpha in ALPHAS:
-            errors = weights @ (_round(plan.codec, alpha, values) - values)
-            found.append(_by_group(plan.codec.groups, errors.square().sum((0, 2))))
-        return torch.stack(found).cpu()
-
-    def _key_errors(
-        self,
-        seen: AttentionSample,
-        rows: Tensor,
-        products: Tensor,
-        weights: Tensor,
-        positions: Tensor,
-    ) -> Tensor | None:
-        """``[factors, H, groups]``: what one group of rounded keys does to the output."""
-        plan, order = self._plan.keys, self._plan.key_order
-        if not _clips(plan.codec):
-            return None
-        keys, values = _stored(seen.keys, order), seen.values.float()
-        rows = rows if order is None else order.store(rows)
-        out, groups = weights @ values, plan.codec.groups
-        rounded = _rounded(plan, weights, positions)
-        members = groups.members(keys.shape[1], keys.shape[3], keys.device)
-        found = []
-        for alpha in ALPHAS:
-            errors = _round(plan.codec, alpha, keys) - keys
-            each = []
-            for group in range(int(members.max()) + 1):
-                inside = (members == group)[None, :, None]
-                moved = (rows * inside) @ errors.transpose(2, 3) * rounded
-                change = seen.weights(products + moved, positions) @ values - out
-                each.append(change.square().sum((0, 2, 3)))
-            found.append(_by_heads(groups, torch.stack(each, dim=1), keys.shape[3]))
-        return torch.stack(found).cpu()
+    def clipped(self) -> LayerPlan:
+        """The layer's plan with these factors."""
+        keys, values = (
+            replace(plan, codec=replace(plan.codec, clip=self.clip(kind)))
+            for plan, kind in zip((self._plan.keys, self._plan.values), STORED, strict=True)
+        )
+        return replace(self._plan, keys=keys, values=values)
 
 
-def _clips(codec: Codec) -> bool:
-    return not codec.identity and codec.axis == "token"
+class _Queries:
+    """Some queries of an attention, and what errors of keys or values do to their outputs.
+
+    Errors are ``[B, H, T, D]``, by token and channel, in the order of the cache; their squared
+    effects are ``[H / heads of a group, groups]``.
+    """
+
+    def __init__(self, sample: AttentionSample, positions: Tensor) -> None:
+        self._sample, self._positions = sample, positions
+        self._q = sample.rows(sample.q[:, :, positions]).float()
+        self._values = sample.values.float()
+        self._products = self._q @ sample.keys.float().transpose(2, 3)
+        self._weights = sample.weights(self._products, positions)
+
+    def _rounded(self, plan: TensorPlan) -> Tensor:
+        """Which tokens each query finds rounded, ``[Hq / H * n, T]``."""
+        token = torch.arange(self._weights.shape[3], device=self._positions.device)
+        beyond = token < (self._positions - plan.retention.window).unsqueeze(1)
+        heads_per_group = self._weights.shape[2] // len(self._positions)
+        return (beyond & (token >= plan.sinks)).repeat(heads_per_group, 1)
+
+    def value_errors(self, plan: TensorPlan, _: ChannelOrder | None, errors: Tensor) -> Tensor:
+        """Effects of errors of values: an output channel is a sum of one value channel."""
+        outputs = (self._weights * self._rounded(plan)) @ errors
+        squares = outputs.square().sum((0, 2))
+        members = plan.codec.groups.members(len(squares), squares.shape[1], squares.device)
+        zeros = squares.new_zeros(len(squares), int(members.max()) + 1)
+        return _over_heads(plan, zeros.scatter_add_(1, members, squares), errors)
+
+    def key_errors(self, plan: TensorPlan, order: ChannelOrder | None, errors: Tensor) -> Tensor:
+        """Effects of errors of keys, one group at a time: each changes all weights."""
+        q = self._q if order is None else order.store(self._q)
+        outputs, rounded = self._weights @ self._values, self._rounded(plan)
+        members = plan.codec.groups.members(errors.shape[1], errors.shape[3], errors.device)
+        squares = []
+        for group in range(int(members.max()) + 1):
+            inside = (members == group)[None, :, None]
+            moved = (q * inside) @ errors.transpose(2, 3) * rounded
+            weights = self._sample.weights(self._products + moved, self._positions)
+            squares.append((weights @ self._values - outputs).square().sum((0, 2, 3)))
+        return _over_heads(plan, torch.stack(squares, dim=1), errors)
 
 
-def _stored(x: Tensor, order: ChannelOrder | None) -> Tensor:
-    return (x if order is None else order.store(x)).float()
-
-
-def _round(codec: Codec, alpha: float, x: Tensor) -> Tensor:
-    """``x`` encoded with all ranges clipped by ``alpha``, and decoded."""
-    return fake_quantize(replace(codec, clip=alpha), x)
-
-
-def _rounded(plan: TensorPlan, weights: Tensor, positions: Tensor) -> Tensor:
-    """Which tokens a query of ``[B, H, rows, T]`` finds rounded, ``[rows, T]``."""
-    token = torch.arange(weights.shape[3], device=weights.device)
-    beyond = token < (positions - plan.retention.window).unsqueeze(1)
-    groups = weights.shape[2] // len(positions)
-    return (beyond & (token >= plan.sinks)).repeat(groups, 1)
-
-
-def _by_group(groups: Groups, errors: Tensor) -> Tensor:
-    """Errors of channels ``[H, D]``, summed over each group, ``[H/k, groups]``."""
-    heads, dim = errors.shape
-    members = groups.members(heads, dim, errors.device)
-    count = int(members.max()) + 1
-    return _by_heads(groups, errors.new_zeros(heads, count).scatter_add_(1, members, errors), dim)
-
-
-def _by_heads(groups: Groups, errors: Tensor, dim: int) -> Tensor:
+def _over_heads(plan: TensorPlan, squares: Tensor, errors: Tensor) -> Tensor:
     """``[H, groups]``, summed over the heads that a group spans."""
-    total: Tensor = errors.unflatten(0, (-1, groups.heads_per_group(dim))).sum(1)
+    span = plan.codec.groups.heads_per_group(errors.shape[3])
+    total: Tensor = squares.unflatten(0, (-1, span)).sum(1)
     return total

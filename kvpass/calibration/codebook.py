@@ -1,22 +1,21 @@
-"""Where the levels of a table lie: k-means weighted by sensitivity (KVQuant, section 3.3)."""
+"""Codebooks by k-means, weighted by sensitivity (KVQuant, section 3.3)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass.calibration.channels import k_means
 
-# Of the range from -1 to 1.
+# The range from -1 to 1 is cut into so many.
 _BINS = 4096
 
 
 class CodebookSamples:
     """Sums of normalised values in narrow bins, for the k-means of all of them.
 
-    A bin counts as one value, its weighted mean: levels move by less than its width of 1/2048.
+    A bin counts as one value, its weighted mean: the codebook's values move by less than its width
+    of 1/2048.
     """
 
     def __init__(self) -> None:
@@ -29,9 +28,9 @@ class CodebookSamples:
 
         Args:
             normal: any shape; what lies beyond counts as the end.
-            weights: of the same shape, not negative: the diagonal of the Fisher information, which
-                is the squared gradient (eq. 3).
-            counted: bool, which of them.
+            weights: the same shape, not negative: the diagonal of the Fisher information, which is
+                the squared gradient (eq. 3).
+            counted: the same shape, bool.
         """
         x = normal[counted].clamp(-1, 1).double().cpu()
         w = weights[counted].double().cpu()
@@ -39,8 +38,8 @@ class CodebookSamples:
         parts = torch.stack([w, w * x, torch.ones_like(x), x, x * x])
         self._sums.index_add_(1, bins, parts)
 
-    def table(self, bits: int, seed: int) -> tuple[float, ...]:
-        """``2^bits`` levels in rising order; evenly spaced where fewer values were seen."""
+    def codebook(self, bits: int, seed: int) -> tuple[float, ...]:
+        """``2^bits`` values in rising order; evenly spaced where fewer were seen."""
         weights, products, *_ = self._sums
         filled = weights > 0
         points = products[filled] / weights[filled]
@@ -48,19 +47,19 @@ class CodebookSamples:
         if len(points) < count:
             return tuple(torch.linspace(-1, 1, count).tolist())
         # In one dimension few starts find the least sum; ten find it reliably.
-        means: Any = k_means()(n_clusters=count, n_init=10, random_state=seed)
+        means = k_means()(n_clusters=count, n_init=10, random_state=seed)
         means.fit(points.numpy().reshape(-1, 1), sample_weight=weights[filled].numpy())
-        return tuple(sorted(float(x) for x in means.cluster_centers_.flatten()))
+        return tuple(sorted(means.cluster_centers_.flatten().tolist()))
 
-    def qnorm(self, table: tuple[float, ...]) -> tuple[float, float]:
-        """Factor and offset with which the levels have the mean and the standard deviation of what
-        they stand for (Q-Norm, section 3.5)."""
+    def qnorm(self, codebook: tuple[float, ...]) -> tuple[float, float]:
+        """Factor and offset with which the codebook has the mean and the standard deviation of what
+        it stands for (Q-Norm, section 3.5)."""
         _, _, counts, sums, squares = self._sums
         total = counts.sum()
-        levels = torch.tensor(table, dtype=torch.float64)
+        values = torch.tensor(codebook, dtype=torch.float64)
         filled = counts > 0
-        middles = levels.unfold(0, 2, 1).mean(1)
-        rounded = levels[torch.bucketize(sums[filled] / counts[filled], middles)]
+        middles = values.unfold(0, 2, 1).mean(1)
+        rounded = values[torch.bucketize(sums[filled] / counts[filled], middles)]
         mean, rounded_mean = sums.sum() / total, (rounded * counts[filled]).sum() / total
         spread = (squares.sum() / total - mean.square()).clamp(min=0).sqrt()
         variance = (rounded.square() * counts[filled]).sum() / total - rounded_mean.square()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.errors import OptionError, cut, shown
+from kvpass.errors import OptionError, check_whole, cut, shown
 
 _KINDS = "texts, token ids, or a data set of mappings with 'input_ids' or 'text'"
 
@@ -24,20 +24,15 @@ def token_batches(
             or ``text``, as a data set yields them. A longer one is cut into pieces; what is left
             behind the last of them is dropped, but a shorter one is a piece of its own.
         tokenizer: for texts.
-        samples, length, batch: as above.
 
     Raises:
         OptionError: if there is no text, one is of another kind, or the tokenizer is missing.
     """
     for name, value in (("samples", samples), ("length", length), ("batch", batch)):
-        if not isinstance(value, int) or value < 1:
-            raise OptionError(
-                f"{name}={shown(value)} is not supported; allowed: a positive number."
-            )
+        check_whole(name, value, 1)
     if isinstance(data, str | Mapping) or not isinstance(data, Iterable):
-        raise OptionError(
-            f"data of type {type(data).__name__} is not supported; allowed: {_KINDS}."
-        )
+        kind = type(data).__name__
+        raise OptionError(f"data of type {kind} is not supported; allowed: {_KINDS}.")
     pieces: dict[int, list[Tensor]] = {}
     for piece in islice(_pieces(data, tokenizer, length), samples):
         pieces.setdefault(len(piece), []).append(piece)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +18,6 @@ from tqdm.auto import tqdm
 
 from kvpass._torch import is_compiled, many_graphs
 from kvpass.calibration.importance import (
-    Norms,
     gradient_norms,
     matrices,
     only_gradients_of,
@@ -29,12 +31,13 @@ from kvpass.calibration.samples import (
     GradientObserver,
     GradientSample,
     Kind,
+    Numbers,
     Observer,
     Replacement,
-    Rotation,
     windowed,
 )
 from kvpass.errors import OptionError, UnmatchedGraphError
+from kvpass.format.rope import Rope
 from kvpass.graph.analysis.attention_site import AttentionSite
 from kvpass.graph.analysis.sites import Sites, find_sites
 from kvpass.graph.logical_calls import AttentionCall
@@ -43,29 +46,50 @@ from kvpass.rules.cache_before_rope import rope_match
 from kvpass.rules.fuse_attention import attention_call
 from kvpass.rules.permutation.rotary import rotations
 
-# Of a text, enough to see which weights make keys and values.
-_FEW_TOKENS = 8
-# Who looks on. Not part of a graph, so that Dynamo compiles a model once for all passes.
-_observer: ContextVar[Observer] = ContextVar("observer")
-# What a forward pass has stored for the observer of gradients.
-_stored: ContextVar[list[CapturedKV] | None] = ContextVar("stored", default=None)
-# What keys or values are replaced by.
-_replacement: ContextVar[Replacement | None] = ContextVar("replacement", default=None)
-# How many last keys and values gradients leave out.
-_exact: ContextVar[Exact] = ContextVar("exact", default=(0, 0))
+
+@dataclass
+class _Pass:
+    """What happens at the attentions of one pass over the texts. No part of their graphs, so that
+    Dynamo compiles a model once for all passes.
+
+    Attributes:
+        observer: sees every attention.
+        captured: gets what autograd is to watch; None: nothing is.
+        exact: how many last keys, and values, gradients leave out.
+        replacement: changes what is read of keys or values.
+        found: how many attentions were run.
+    """
+
+    observer: Observer = lambda sample: None
+    captured: list[CapturedKV] | None = None
+    exact: Exact = (0, 0)
+    replacement: Replacement | None = None
+    found: int = 0
+
+
+_current: ContextVar[_Pass] = ContextVar("current")
+
+
+@contextmanager
+def _during(one: _Pass) -> Iterator[None]:
+    token = _current.set(one)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class ModelRunner:
-    """Runs of a model over all batches, see `kvpass.calibration.samples.CalibrationRunner`.
+    """Runs a model over all batches, see `kvpass.calibration.samples.CalibrationRunner`.
 
     The model itself is not changed; its graphs run op by op. A run raises `UnmatchedGraphError` if
     no attention is found in them.
+
+    Raises:
+        OptionError: if the model is compiled.
     """
 
     def __init__(self, model: Any, batches: Sequence[Tensor], progress: bool) -> None:
-        """Raises:
-        OptionError: if the model is compiled.
-        """
         if is_compiled(model):
             raise OptionError("The model is compiled already; use it before model.compile().")
         self._model = model
@@ -73,7 +97,6 @@ class ModelRunner:
         self._batches = batches
         self._progress = progress
         self._device = next(model.parameters()).device
-        self._found = 0
 
     def tokens(self, skip: int = 0) -> int:
         """See `CalibrationRunner.tokens`."""
@@ -83,93 +106,68 @@ class ModelRunner:
         """See `CalibrationRunner.__call__`."""
         known = inspect.signature(self._model.forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-
-        def count(seen: AttentionSample) -> None:
-            self._found += 1
-            observer(seen)
-
-        token = _observer.set(count)
-        try:
-            with torch.no_grad():
-                self._run(lambda ids: self._compiled(input_ids=ids, use_cache=True, **last), name)
-        finally:
-            _observer.reset(token)
+        with torch.no_grad():
+            step = partial(self._compiled, use_cache=True, **last)
+            self._run(_Pass(observer), lambda ids: step(input_ids=ids), name)
 
     def gradients(self, observer: GradientObserver, name: str, exact: Exact = (0, 0)) -> None:
         """See `CalibrationRunner.gradients`."""
-        tokens = (_observer.set(lambda _: None), _exact.set(exact))
-        try:
-            with torch.enable_grad(), only_gradients_of(self._model, []):
-                self._run(lambda ids: self._gradients(ids, observer), name)
-        finally:
-            _observer.reset(tokens[0])
-            _exact.reset(tokens[1])
+        captured: list[CapturedKV] = []
 
-    def importance(self, name: str) -> Norms:
+        def step(ids: Tensor) -> None:
+            logits = self._logits(ids)
+            if captured:
+                # The sum, not the mean, so that texts count alike however they are batched.
+                summed_loss(logits, ids).backward()
+            for kv in captured:
+                x, gradient = kv.x.detach(), kv.probe.grad
+                # Keys and values that the loss does not depend on have none.
+                gradient = torch.zeros_like(x) if gradient is None else gradient
+                for kind in kv.kinds:
+                    observer(GradientSample(kv.layer, kind, x, gradient))
+            captured.clear()
+
+        with torch.enable_grad(), only_gradients_of(self._model, []):
+            self._run(_Pass(captured=captured, exact=exact), step, name)
+
+    def importance(self, name: str) -> Numbers:
         """See `CalibrationRunner.importance`."""
-        token = _observer.set(lambda _: None)
-        try:
-            every = only_gradients_of(self._model, matrices(self._model))
-            with torch.enable_grad(), many_graphs(), every:
-                stored, _ = self._forward(self._batches[0][:1, :_FEW_TOKENS].to(self._device))
-                found = projections(self._model, stored)
-        finally:
-            _observer.reset(token)
-        self._found = len(found)
-        self._check()
+        captured: list[CapturedKV] = []
+        one, every = _Pass(captured=captured), only_gradients_of(self._model, matrices(self._model))
+        with _during(one), torch.enable_grad(), many_graphs(), every:
+            # A few tokens show which weights make keys and values.
+            self._logits(self._batches[0][:1, :8].to(self._device))
+            parts = projections(self._model, captured)
+        self._check(one)
         texts = [ids.to(self._device) for batch in self._batches for ids in batch.split(1)]
-        bar = tqdm(texts, desc=name, disable=not self._progress, leave=False)
-        return gradient_norms(self._model, found, bar)
+        return gradient_norms(self._model, parts, self._bar(texts, name))
 
     def loss(self, replacement: Replacement | None, name: str) -> float:
         """See `CalibrationRunner.loss`."""
-        tokens = (_observer.set(lambda _: None), _replacement.set(replacement))
-        total = 0.0
+        losses: list[float] = []
+        with torch.no_grad():
+            self._run(
+                _Pass(replacement=replacement),
+                lambda ids: losses.append(float(summed_loss(self._logits(ids), ids))),
+                name,
+            )
+        return sum(losses) / sum(ids[:, 1:].numel() for ids in self._batches)
 
-        def step(ids: Tensor) -> None:
-            nonlocal total
-            self._found += 1
-            logits = self._compiled(input_ids=ids, use_cache=True).logits
-            total += float(summed_loss(logits, ids))
+    def _logits(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self._compiled(input_ids=ids, use_cache=True).logits
+        return logits
 
-        try:
-            with torch.no_grad():
-                self._run(step, name)
-        finally:
-            _observer.reset(tokens[0])
-            _replacement.reset(tokens[1])
-        return total / sum(ids[:, 1:].numel() for ids in self._batches)
+    def _bar(self, items: Sequence[Tensor], name: str) -> Iterable[Tensor]:
+        return tqdm(items, desc=name, disable=not self._progress, leave=False)
 
-    def _forward(self, ids: Tensor) -> tuple[list[CapturedKV], Tensor]:
-        """What a forward pass stores, and its logits."""
-        stored: list[CapturedKV] = []
-        token = _stored.set(stored)
-        try:
-            return stored, self._compiled(input_ids=ids, use_cache=True).logits
-        finally:
-            _stored.reset(token)
-
-    def _gradients(self, ids: Tensor, observer: GradientObserver) -> None:
-        stored, logits = self._forward(ids)
-        self._found += len(stored)
-        if stored:
-            # The sum, not the mean, so that texts count alike however they are batched.
-            summed_loss(logits, ids).backward()
-        for s in stored:
-            # Keys and values that the loss does not depend on have none.
-            gradient = torch.zeros_like(s.x) if s.probe.grad is None else s.probe.grad
-            for kind in s.kinds:
-                observer(GradientSample(s.layer, kind, s.x, gradient))
-
-    def _run(self, step: Callable[[Tensor], Any], name: str) -> None:
-        self._found = 0
-        with many_graphs():
-            for ids in tqdm(self._batches, desc=name, disable=not self._progress, leave=False):
+    def _run(self, one: _Pass, step: Callable[[Tensor], Any], name: str) -> None:
+        with _during(one), many_graphs():
+            for ids in self._bar(self._batches, name):
                 step(ids.to(self._device))
-        self._check()
+        self._check(one)
 
-    def _check(self) -> None:
-        if not self._found:
+    def _check(self, one: _Pass) -> None:
+        if not one.found:
             raise UnmatchedGraphError(
                 f"No attention over cached keys and values is found in "
                 f"{type(self._model).__name__}; kvpass.explain says why after a call with "
@@ -189,55 +187,60 @@ def _watched(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
 
 
 class _Watcher:
-    """Adds to a graph what looks at its attentions, and replaces what they read."""
+    """Adds to a graph what observes its attentions, and replaces what they read."""
 
     def __init__(self, graph: Graph, sites: Sites) -> None:
         self.graph = graph
         self.sites = sites
-        # Of keys and values, what is read of them instead; once, whoever shares them.
+        # What is read instead of keys and values; once, whoever shares them.
         self.read: dict[Node, Node] = {}
 
     def watch(self, site: AttentionSite) -> None:
-        """One attention."""
+        """Lets one attention be observed."""
         # Layers that share their keys and values are one layer of the plan: the first of them.
         layer = self.sites.roles[site.keys][1].path
         new = self._new(site.keys)
-        halves = tuple(
-            Rotation(start, stop, "halves" if halves else "neighbours")
+        rotated = tuple(
+            Rope("halves" if halves else "neighbours", start, stop)
             for start, stop, halves in rotations(new)
         )
         before = _before_rope(new)
-        keys, values = (
+        read = (
             self._keys(new, before, layer),
             self._replaced(self._new(site.values), layer, "values"),
         )
 
-        def look(out: Tensor, read: Sequence[Tensor], before: Tensor | str, *call: Any) -> Tensor:
-            q, keys, values, mask, scale, sinks, softcap = call
-            known = (q, keys, values, mask, scale, sinks, site.causal, softcap, halves, before)
-            seen = AttentionSample(layer, *known)
-            _observer.get()(seen)
-            return out if (found := _attended(seen, *read)) is None else found.reshape(out.shape)
+        def observe(
+            out: Tensor, read: Sequence[Tensor], before: Tensor | str, attention: Mapping[str, Any]
+        ) -> Tensor:
+            more: dict[str, Any] = {"rotations": rotated, "before_rope": before}
+            sample = AttentionSample(layer, causal=site.causal, **attention, **more)
+            one = _current.get()
+            one.found += 1
+            one.observer(sample)
+            found = _attended(sample, *read)
+            return out if found is None else found.reshape(out.shape)
 
-        shown = str(before) if isinstance(before, Miss) else before
         with self.graph.inserting_before(site.root.next):
             node = attention_call(self.graph, site, site.keys, site.values)
             call = AttentionCall.at(node)
-            known = (call.q, call.keys, call.values, call.mask, call.scale, call.sinks)
-            reads = (keys, values)
-            arguments = (site.root, reads, shown, *known, call.softcap)
-            out = self.graph.call_function(look, arguments)
+            names = ("q", "keys", "values", "mask", "scale", "sinks", "softcap")
+            attention = {name: getattr(call, name) for name in names}
+            shown = str(before) if isinstance(before, Miss) else before
+            out = self.graph.call_function(observe, (site.root, read, shown, attention))
         out.meta = {**site.root.meta}
         self.graph.erase_node(node)
         site.root.replace_all_uses_with(out, lambda user: user is not out)
 
     def _keys(self, new: Node, before: Node | Miss, layer: str) -> Node:
+        """What is read of keys that can be replaced before their rotary embedding, and behind."""
         if before is new:
             return self._replaced(new, layer, "keys", "before_rope")
         if new in self.read or isinstance(before, Miss):
             return self._replaced(new, layer, "keys")
-        turned_again = _again(self.graph, before, new, self._replaced(before, layer, "before_rope"))
-        found = self.read[new] = self._replaced(turned_again, layer, "keys")
+        replaced = self._replaced(before, layer, "before_rope")
+        rotated = _recomputed(self.graph, before, new, replaced)
+        found = self.read[new] = self._replaced(rotated, layer, "keys")
         return found
 
     def _replaced(self, x: Node, layer: str, *kinds: Kind) -> Node:
@@ -246,14 +249,14 @@ class _Watcher:
             return self.read[x]
 
         def replaced(tensor: Tensor) -> Tensor:
-            replacement, stored = _replacement.get(), _stored.get()
-            if replacement is not None and replacement.layer == layer:
-                here = replacement.kind in kinds
-                return replacement.by(tensor).to(tensor.dtype) if here else tensor
-            if stored is None:
+            one = _current.get()
+            if one.replacement is not None and one.replacement.layer == layer:
+                here = one.replacement.kind in kinds
+                return one.replacement.by(tensor).to(tensor.dtype) if here else tensor
+            if one.captured is None:
                 return tensor
             probe = torch.zeros_like(tensor, requires_grad=True)
-            stored.append(CapturedKV(layer, kinds, tensor.detach(), probe, tensor))
+            one.captured.append(CapturedKV(layer, kinds, tensor, probe))
             return tensor + probe
 
         with self.graph.inserting_before(x.next):
@@ -268,16 +271,16 @@ class _Watcher:
         return update.new
 
 
-def _attended(seen: AttentionSample, keys: Tensor, values: Tensor) -> Tensor | None:
+def _attended(sample: AttentionSample, keys: Tensor, values: Tensor) -> Tensor | None:
     """The attention's output with what is read instead; None: as it is."""
-    replacement = _replacement.get()
-    if replacement is not None:
-        here = replacement.layer == seen.layer
-        return windowed(seen, keys, values, replacement.exact) if here else None
-    if _stored.get() is None:
+    one = _current.get()
+    if one.replacement is not None:
+        here = one.replacement.layer == sample.layer
+        return windowed(sample, keys, values, one.replacement.exact) if here else None
+    if one.captured is None:
         return None
     # Weights of all tokens for all tokens: computed anew in the backward pass.
-    found: Tensor = checkpoint(windowed, seen, keys, values, _exact.get(), use_reentrant=False)
+    found: Tensor = checkpoint(windowed, sample, keys, values, one.exact, use_reentrant=False)
     return found
 
 
@@ -294,8 +297,8 @@ def _before_rope(new: Node) -> Node | Miss:
     return before
 
 
-def _again(graph: Graph, start: Node, end: Node, other: Node) -> Node:
-    """What ``end`` would be with ``other`` in the place of ``start``."""
+def _recomputed(graph: Graph, start: Node, end: Node, other: Node) -> Node:
+    """``end``, computed from ``other`` in the place of ``start``."""
     copies = {start: other}
     with graph.inserting_before(end.next):
         for node in list(graph.nodes):

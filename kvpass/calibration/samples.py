@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -10,24 +10,18 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import PlanError
+from kvpass.format.rope import Rope
 from kvpass.ops.attention import attention_weights, mask_rows
 
-# What is cached, and what of it can be told.
 Stored = Literal["keys", "values"]
 STORED: tuple[Stored, ...] = ("keys", "values")
 Kind = Literal["keys", "before_rope", "values"]
+# The attention module's path, and which of its tensors.
+Name = tuple[str, Stored]
+# For each tensor, one number for each text, or for each candidate.
+Numbers = dict[Name, list[float]]
 # How many last keys, and values, stay exact.
 Exact = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Channels ``start ... stop`` of each head that rotary embeddings turn in pairs: ``halves``
-    are ``i`` and ``i + (stop - start) / 2``, ``neighbours`` ``2i`` and ``2i + 1``."""
-
-    start: int
-    stop: int
-    kind: Literal["halves", "neighbours"]
 
 
 @dataclass(frozen=True)
@@ -36,17 +30,15 @@ class CapturedKV:
 
     Attributes:
         layer: the path of the attention module.
-        kinds: what they are.
-        x: the tensor, detached.
+        kinds: what they are: keys without a rotary embedding are of two kinds.
+        x: the tensor, with its part of the autograd graph.
         probe: zeros that were added to what attention reads, and get its gradient.
-        made: ``x`` with what autograd knows of it.
     """
 
     layer: str
     kinds: tuple[Kind, ...]
     x: Tensor
     probe: Tensor
-    made: Tensor
 
 
 @dataclass(frozen=True)
@@ -58,9 +50,9 @@ class AttentionSample:
         q: ``[B, Hq, T, D]``; keys ``[B, H, T, D]``; values ``[B, H, T, Dv]``.
         mask: bool (True is visible) or additive, broadcastable to ``[B, Hq, T, T]``, or None.
         scale, sinks, causal, softcap: see `kvpass.ops.attention.attention`.
-        rotations: of the keys' channels.
+        rotations: how rotary embeddings have rotated the keys' channels.
         before_rope: the keys before their rotary embedding, themselves if they have none; or why
-            they cannot be told.
+            they are not known.
     """
 
     layer: str
@@ -72,11 +64,16 @@ class AttentionSample:
     sinks: Tensor | None
     causal: bool
     softcap: float
-    rotations: tuple[Rotation, ...]
+    rotations: tuple[Rope, ...]
     before_rope: Tensor | str
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """KV heads, channels of a head of keys, and of values."""
+        return self.keys.shape[1], self.keys.shape[3], self.values.shape[3]
+
     def stored(self, kind: Stored, before_rope: bool) -> Tensor:
-        """Keys, or values, as a plan stores them: keys maybe before their rotary embedding."""
+        """Keys, maybe before their rotary embedding, or values."""
         if kind == "values":
             return self.values
         if not before_rope:
@@ -94,12 +91,8 @@ class AttentionSample:
         return x.reshape(x.shape[0], heads, -1, *x.shape[3:])
 
     def weights(self, products: Tensor, positions: Tensor) -> Tensor:
-        """Attention weights from products of queries and keys.
-
-        Args:
-            products: ``[B, H, Hq/H * n, T]``, float32.
-            positions: int64 ``[n]`` of the queries.
-        """
+        """Attention weights from ``products`` of queries and keys, float32 ``[B, H, Hq/H * n, T]``;
+        the queries have ``positions``, int64 ``[n]``."""
         groups, n = self.q.shape[1] // self.keys.shape[1], len(positions)
         mask, sinks = self.mask, self.sinks
         if self.causal:
@@ -115,33 +108,29 @@ class AttentionSample:
         return attention_weights(products * self.scale, mask, self.softcap, sinks)
 
 
-def windowed(seen: AttentionSample, keys: Tensor, values: Tensor, exact: Exact) -> Tensor:
+def windowed(sample: AttentionSample, keys: Tensor, values: Tensor, exact: Exact) -> Tensor:
     """The output ``[B, Hq, T, Dv]`` of an attention that reads other ``keys`` and ``values``
-    (shaped like its own) of all but the last tokens.
-
-    Args:
-        exact: so many last keys, and values, are its own; at most a quarter of all, so that short
-            texts tell something as well.
-    """
-    total, groups = seen.keys.shape[2], seen.q.shape[1] // seen.keys.shape[1]
-    positions = torch.arange(total, device=seen.q.device)
+    (shaped like its own) of all tokens but the last ``exact`` ones, which are a quarter at most, so
+    that short texts count as well."""
+    total, groups = sample.keys.shape[2], sample.q.shape[1] // sample.keys.shape[1]
+    positions = torch.arange(total, device=sample.q.device)
     distance = (positions.unsqueeze(1) - positions).repeat(groups, 1)
     near, known = (distance < min(tokens, total // 4) for tokens in exact)
-    wide = torch.promote_types(seen.q.dtype, torch.float32)
-    q = seen.rows(seen.q).to(wide)
-    own, other = (q @ k.to(wide).transpose(2, 3) for k in (seen.keys, keys))
-    weights = seen.weights(torch.where(near, own, other), positions).to(wide)
-    out = (weights * known) @ seen.values.to(wide) + (weights * ~known) @ values.to(wide)
-    return out.reshape(*seen.q.shape[:3], -1).to(seen.q.dtype)
+    wide = torch.promote_types(sample.q.dtype, torch.float32)
+    q = sample.rows(sample.q).to(wide)
+    own, other = (q @ k.to(wide).transpose(2, 3) for k in (sample.keys, keys))
+    weights = sample.weights(torch.where(near, own, other), positions).to(wide)
+    out = (weights * known) @ sample.values.to(wide) + (weights * ~known) @ values.to(wide)
+    return out.reshape(*sample.q.shape[:3], -1).to(sample.q.dtype)
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Of the keys, or the values, of one layer, where later tokens read them.
+    """What later tokens read instead of the keys, or the values, of one layer.
 
     Attributes:
         layer, kind: which.
-        by: makes of ``[B, H, T, D]`` what is read instead.
+        by: from what is stored, ``[B, H, T, D]``, to what is read.
         exact: last tokens whose keys, and values, are read as they are.
     """
 
@@ -157,11 +146,11 @@ class GradientSample:
     prompt, and the gradient of the language model's loss.
 
     Attributes:
-        layer: as `AttentionSample`.
+        layer: the path of the attention module.
         kind: which of them.
         x: ``[B, H, T, D]``.
-        gradient: of the sum of the tokens' losses, likewise, as far as later tokens read ``x``
-            behind the exact ones.
+        gradient: the same shape: of the sum of the tokens' losses, as far as later tokens read
+            ``x`` behind the exact ones.
     """
 
     layer: str
@@ -169,49 +158,43 @@ class GradientSample:
     x: Tensor
     gradient: Tensor
 
+    @property
+    def stored(self) -> Stored:
+        """``keys``, before or behind their rotary embedding, or ``values``."""
+        return "values" if self.kind == "values" else "keys"
 
-# Looks at every attention of a batch.
+
 Observer = Callable[[AttentionSample], None]
 GradientObserver = Callable[[GradientSample], None]
 
 
 class CalibrationRunner(Protocol):
-    """Runs a model over all texts once, an observer looking on; the text names the progress
-    bar."""
+    """Runs a model over all texts once; ``name`` stands at the progress bar."""
 
     def __call__(self, observer: Observer, name: str) -> None:
-        """Every attention of every batch."""
+        """Shows every attention of every batch."""
 
     def gradients(self, observer: GradientObserver, name: str, exact: Exact = (0, 0)) -> None:
-        """The keys and the values of every layer of every batch, with their gradients, which leave
-        out how the last ``exact`` keys, and values, are read."""
+        """Shows the keys and the values of every layer of every batch, with their gradients, which
+        leave out how the last ``exact`` keys, and values, are read."""
 
     def tokens(self, skip: int = 0) -> int:
-        """Of all texts, but the first ``skip`` of each."""
+        """How many tokens all texts have behind the first ``skip`` of each."""
 
-    def importance(self, name: str) -> dict[tuple[str, Stored], list[float]]:
-        """Of the ``keys`` and the ``values`` of every layer, for each text: see
+    def importance(self, name: str) -> Numbers:
+        """A norm for the ``keys`` and the ``values`` of every layer, for each text: see
         `kvpass.calibration.importance.gradient_norms`."""
 
     def loss(self, replacement: Replacement | None, name: str) -> float:
         """Nats per token, with keys or values replaced."""
 
 
-def layer_shapes(run: CalibrationRunner) -> dict[tuple[str, Stored], tuple[int, int]]:
-    """KV heads, and channels of each, of the keys and the values of every layer."""
-    found: dict[tuple[str, Stored], tuple[int, int]] = {}
+def layer_shapes(run: CalibrationRunner) -> dict[str, tuple[int, int, int]]:
+    """KV heads, channels of a head of keys and channels of a head of values of every layer."""
+    found: dict[str, tuple[int, int, int]] = {}
 
-    def look(seen: AttentionSample) -> None:
-        found[seen.layer, "keys"] = (seen.keys.shape[1], seen.keys.shape[3])
-        found[seen.layer, "values"] = (seen.values.shape[1], seen.values.shape[3])
+    def observe(sample: AttentionSample) -> None:
+        found[sample.layer] = sample.shape
 
-    run(look, "layers")
+    run(observe, "layers")
     return found
-
-
-def layer_dims(
-    shapes: Mapping[tuple[str, Stored], tuple[int, int]],
-) -> dict[str, tuple[int, int]]:
-    """Channels of a head of keys, and of values, of every layer."""
-    layers = dict.fromkeys(layer for layer, _ in shapes)
-    return {x: (shapes[x, "keys"][1], shapes[x, "values"][1]) for x in layers}

@@ -21,22 +21,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
-
-    Args:
-        arguments: of the command line; ``sys.argv`` if None.
+    """Runs a command; ``arguments`` None are those of ``sys.argv``.
 
     Returns:
-        The exit code: 0, 1 if a result is wrong, or 2 after an error of the user, told in one
-        sentence on stderr.
+        The exit code: 0, 1 if a result is wrong, or 2 after an error of the user, which stderr
+        names in one sentence.
     """
     parser = _Parser(prog="kvpass", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_bench(commands)
-    add_calibrate(commands)
-    add_kernels(commands)
-    add_profile(commands)
-    add_zoo(commands)
+    for add in (add_bench, add_calibrate, add_kernels, add_profile, add_zoo):
+        add(commands)
     options = parser.parse_args(arguments)
 
     # Here, since importing this file must not import torch.

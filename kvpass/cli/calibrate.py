@@ -12,51 +12,53 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-_DTYPES = ("float32", "bfloat16", "float16")
+from kvpass.cli.options import DTYPES
 
 
 def add_calibrate(commands: Any) -> None:
     """Adds ``calibrate`` to the sub-parsers of a command line."""
-    description = (
-        "Calibrates a recipe for a local model on texts, and saves the plan. Use it with "
-        "model.compile(backend='kvpass', options={'recipe': 'FILE.safetensors'})."
+    command = commands.add_parser(
+        "calibrate",
+        help="make a plan from texts",
+        description="Calibrates a recipe for a local model on texts, and saves the plan. Use it "
+        "with model.compile(backend='kvpass', options={'recipe': 'FILE.safetensors'}).",
     )
-    command = commands.add_parser("calibrate", help="make a plan from texts",
-                                  description=description)  # fmt: skip
     _add_inputs(command)
-    command.add_argument("--out", required=True, metavar="FILE", help="where the plan goes, "
-                         "*.safetensors")  # fmt: skip
-    command.add_argument("--recipe", default="skvq-k2v2", metavar="NAME",
-                         help="default: skvq-k2v2; or e.g. skvq-k2v2,group=64")  # fmt: skip
-    command.add_argument("--batch", type=int, default=4, help="pieces at once (default: 4)")
-    command.add_argument("--seed", type=int, default=0)
+    add = command.add_argument
+    add("--out", required=True, metavar="FILE", help="where the plan goes, *.safetensors")
+    recipe = "default: skvq-k2v2; or e.g. skvq-k2v2,group=64"
+    add("--recipe", default="skvq-k2v2", metavar="NAME", help=recipe)
+    add("--batch", type=int, default=4, help="pieces at once (default: 4)")
+    add("--seed", type=int, default=0)
     command.set_defaults(run=run_calibrate)
 
 
 def add_profile(commands: Any) -> None:
     """Adds ``profile`` to the sub-parsers of a command line."""
-    description = (
-        "Prints how much the loss of a local model depends on the weights that make keys and "
-        "values, layer by layer (KVmix): the more, the more bits they deserve."
+    command = commands.add_parser(
+        "profile",
+        help="the importance of layers",
+        description="Prints how much the loss of a local model depends on the weights that make "
+        "keys and values, layer by layer (KVmix): the more, the more bits they deserve.",
     )
-    command = commands.add_parser("profile", help="the importance of layers",
-                                  description=description)  # fmt: skip
     _add_inputs(command)
-    command.add_argument("--sets", type=int, default=0, metavar="N", help="also say whether N "
-                         "disjoint sets of the texts rank the layers alike")  # fmt: skip
-    command.add_argument("--json", metavar="FILE", help="write the table there, too")
-    command.add_argument("--plot", metavar="FILE", help="draw it; needs matplotlib")
+    add = command.add_argument
+    sets = "also say whether N disjoint sets of the texts rank the layers alike"
+    add("--sets", type=int, default=0, metavar="N", help=sets)
+    add("--json", metavar="FILE", help="write the table there, too")
+    add("--plot", metavar="FILE", help="draw it; needs matplotlib")
     command.set_defaults(run=run_profile)
 
 
-def _add_inputs(command: Any) -> None:
-    command.add_argument("model", metavar="MODEL", help="folder of a transformers model")
-    command.add_argument("texts", nargs="+", metavar="TEXT",
-                         help="text files; of .jsonl, the field text of every line")  # fmt: skip
-    command.add_argument("--samples", type=int, default=64, help="pieces of text (default: 64)")
-    command.add_argument("--length", type=int, default=1024, help="tokens each (default: 1024)")
-    command.add_argument("--dtype", default="float32", help="float32 (default), bfloat16, float16")
-    command.add_argument("--device", default="cpu", help="default: cpu")
+def _add_inputs(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="MODEL", help="folder of a transformers model")
+    texts = "text files; of .jsonl, the field text of every line"
+    add("texts", nargs="+", metavar="TEXT", help=texts)
+    add("--samples", type=int, default=64, help="pieces of text (default: 64)")
+    add("--length", type=int, default=1024, help="tokens each (default: 1024)")
+    add("--dtype", default="float32", choices=DTYPES, help="default: float32")
+    add("--device", default="cpu", help="default: cpu")
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
@@ -71,16 +73,8 @@ def run_calibrate(options: argparse.Namespace) -> int:
         raise OptionError(f"--out {options.out}: its folder does not exist.")
     recipe = written_recipe(options.recipe)
     model, tokenizer = _load(options)
-    plan = calibrate(
-        model,
-        recipe,
-        _texts(options.texts),
-        tokenizer=tokenizer,
-        samples=options.samples,
-        length=options.length,
-        batch=options.batch,
-        seed=options.seed,
-    )
+    sizes = {name: getattr(options, name) for name in ("samples", "length", "batch", "seed")}
+    plan = calibrate(model, recipe, _texts(options.texts), tokenizer=tokenizer, **sizes)
     plan.save(options.out)
     assert plan.calibration is not None
     print(
@@ -93,16 +87,16 @@ def run_calibrate(options: argparse.Namespace) -> int:
 def run_profile(options: argparse.Namespace) -> int:
     """``kvpass profile``."""
     from kvpass.bench.report import check_outputs, plot_bars, write_json
-    from kvpass.calibration.importance import rank_correlations
+    from kvpass.calibration.importance import means, rank_correlations
     from kvpass.calibration.samples import STORED
-    from kvpass.calibration.sensitivity import by_layer, importance_of_texts
+    from kvpass.calibration.scores import by_layer, importance_of_texts
 
     check_outputs(options.json, options.plot)
     model, tokenizer = _load(options)
     norms = importance_of_texts(
         model, _texts(options.texts), tokenizer, options.samples, options.length, True
     )
-    found = by_layer(norms)
+    found = by_layer(means(norms))
     alike = rank_correlations(norms, options.sets) if options.sets else None
     width = max(len(layer) for layer in found)
     print(f"{'layer':{width}}{'keys':>12}{'values':>12}")
@@ -113,9 +107,8 @@ def run_profile(options: argparse.Namespace) -> int:
             f"rank correlation of {options.sets} sets of texts: keys {alike['keys']:.3f}, values "
             f"{alike['values']:.3f}"
         )
-    if options.json:
-        rows = [{"layer": layer, **asdict(score)} for layer, score in found.items()]
-        write_json(options.json, "profile", {"model": options.model}, rows)
+    rows = [{"layer": layer, **asdict(score)} for layer, score in found.items()]
+    write_json(options.json, "profile", {"model": options.model}, rows)
     if options.plot:
         bars = {f"{n} {kind}": getattr(s, kind) for n, s in found.items() for kind in STORED}
         plot_bars(options.plot, bars, "norm of the gradient")
@@ -131,22 +124,21 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from kvpass.errors import OptionError, unknown
+    from kvpass.errors import OptionError
 
-    path, dtype, device = options.model, options.dtype, options.device
-    if dtype not in _DTYPES:
-        raise OptionError(unknown("dtype", dtype, _DTYPES))
+    path, device = options.model, options.device
     for text in options.texts:
         if not Path(text).is_file():
             raise OptionError(f"Text file '{text}' does not exist.")
     if not (Path(path) / "config.json").is_file():
         raise OptionError(f"'{path}' is not a model folder: it has no config.json.")
     try:
-        place = torch.device(device)
+        # Before the model is loaded: a device that torch does not know is found at once.
+        target = torch.device(device)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), local_files_only=True
-        ).to(place)
+            path, dtype=getattr(torch, options.dtype), local_files_only=True
+        ).to(target)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise OptionError(f"'{path}' cannot be loaded on {device}: {reason}.") from None

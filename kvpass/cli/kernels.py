@@ -1,39 +1,38 @@
-"""``kvpass kernels``: what a layer's kernels become on a GPU. Imports torch only when it runs."""
+"""``kvpass kernels``: a layer's kernels as a GPU runs them. Imports torch only when it runs."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from kvpass.cli.options import TARGETS, positive
+
 if TYPE_CHECKING:
     from kvpass.plan import LayerPlan
-    from lowering.triton.inspection import KernelReport
+
+_ROW = "{:16}" + 6 * "{:>10}" + "  {}"
 
 
 def add_kernels(commands: Any) -> None:
     """Adds ``kernels`` to the sub-parsers of a command line."""
-    description = (
-        "Compiles the kernels of one attention layer for a GPU, which need not be present, and "
-        "prints what they need. inst/el: thread instructions of attention's main loop per element "
-        "of keys and values; budget: below it, memory is the limit."
-    )
     command = commands.add_parser(
-        "kernels", help="inspect the GPU kernels", description=description
+        "kernels",
+        help="inspect the GPU kernels",
+        description="Compiles the kernels of one attention layer for a GPU, which need not be "
+        "present, and prints what they need. inst/el: thread instructions of attention's main "
+        "loop per element of keys and values; budget: below it, memory is the limit.",
     )
-    command.add_argument("--recipe", help="default: kivi-4bit", metavar="NAME")
+    add = command.add_argument
+    add("--recipe", help="default: kivi-4bit", metavar="NAME")
     plan = "instead of a recipe, e.g. int2.channel32/window=0,pack_every=128"
-    command.add_argument("--k", metavar="PLAN", help=f"plan of the keys, {plan}")
-    command.add_argument("--v", metavar="PLAN", help="plan of the values")
-    command.add_argument("--target", default="sm_90", help="sm_80 or sm_90 (default)")
-    command.add_argument("--head-dim", type=int, default=128, metavar="D", help="default: 128")
-    command.add_argument("--value-dim", type=int, metavar="D", help="default: as --head-dim")
-    command.add_argument(
-        "--heads-per-group", type=int, default=4, metavar="N",
-        help="query heads that share a KV head (default: 4)",
-    )  # fmt: skip
-    command.add_argument(
-        "--static", type=int, metavar="TOKENS", help="of a static cache with room for so many"
-    )
+    add("--k", metavar="PLAN", help=f"plan of the keys, {plan}")
+    add("--v", metavar="PLAN", help="plan of the values")
+    add("--target", default="sm_90", choices=TARGETS, help="default: sm_90")
+    add("--head-dim", type=positive, default=128, metavar="D", help="default: 128")
+    add("--value-dim", type=positive, metavar="D", help="default: as --head-dim")
+    group = "query heads that share a KV head (default: 4)"
+    add("--heads-per-group", type=positive, default=4, metavar="N", help=group)
+    add("--static", type=positive, metavar="TOKENS", help="of a static cache with room for so many")
     command.set_defaults(run=run_kernels)
 
 
@@ -43,70 +42,34 @@ def run_kernels(options: argparse.Namespace) -> int:
     from lowering.triton.layer import KV_HEADS, layer_launches
     from lowering.triton.layouts import layout_of
 
-    capability = _capability(options.target)
-    key_dim = _positive("head-dim", options.head_dim)
-    value_dim = _positive("value-dim", key_dim if options.value_dim is None else options.value_dim)
-    heads = _positive("heads-per-group", options.heads_per_group)
+    key_dim, value_dim = options.head_dim, options.value_dim or options.head_dim
+    heads, capability = options.heads_per_group, TARGETS[options.target]
     plan = _layer_plan(options, key_dim, value_dim)
     stored = (plan.keys, plan.values)
     if options.static is not None:
-        room = _positive("static", options.static)
-        stored = (plan.keys.static(room), plan.values.static(room))
+        stored = (plan.keys.static(options.static), plan.values.static(options.static))
     k, v = map(str, stored)
     launches = layer_launches(k, v, key_dim=key_dim, value_dim=value_dim, heads_per_group=heads)
     # Keys and values of one plan share their kernels.
-    distinct = {x.kernel: x for x in launches}.values()
-    reports = [inspect_launch(x, capability) for x in distinct]
+    reports = [inspect_launch(x, capability) for x in {x.kernel: x for x in launches}.values()]
     layouts = layout_of(k, key_dim), layout_of(v, value_dim)
-    budget = instruction_budget(*layouts, capability, KV_HEADS)
+    budget = f"{instruction_budget(*layouts, capability, KV_HEADS):.2f}"
     formats = "keys {}, values {}".format(*(tensor_plan.summary() for tensor_plan in stored))
     print(f"{formats}, head_dim {key_dim}/{value_dim}, {heads} query heads per KV head, "
           f"{options.target}")  # fmt: skip
-    print(_row("kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file"))
-    for report in reports:
-        print(_report_row(report, budget))
+    print(
+        _ROW.format("kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file")
+    )
+    for r in reports:
+        spills = f"{r.stack + r.local} B" if r.spills else "none"
+        counted = ("-", "-") if r.per_element is None else (f"{r.per_element:.2f}", budget)
+        mma = r.tensor_core_instructions
+        print(_ROW.format(r.name, r.registers, r.shared, spills, mma, *counted, r.path))
     return 0
 
 
-def _report_row(report: KernelReport, budget: float) -> str:
-    counted = report.per_element is not None
-    return _row(
-        report.name,
-        report.registers,
-        report.shared,
-        f"{report.stack + report.local} B" if report.spills else "none",
-        report.tensor_core_instructions,
-        f"{report.per_element:.2f}" if counted else "-",
-        f"{budget:.2f}" if counted else "-",
-        report.path,
-    )
-
-
-def _row(name: object, *columns: object) -> str:
-    *numbers, file = columns
-    return f"{name!s:16}" + "".join(f"{x!s:>10}" for x in numbers) + f"  {file}"
-
-
-def _capability(target: str) -> int:
-    from kvpass.errors import OptionError, unknown
-    from lowering.triton.inspection import CAPABILITIES
-
-    targets = {f"sm_{capability}": capability for capability in CAPABILITIES}
-    if target not in targets:
-        raise OptionError(unknown("target", target, targets))
-    return targets[target]
-
-
-def _positive(name: str, value: int) -> int:
-    from kvpass.errors import OptionError
-
-    if value < 1:
-        raise OptionError(f"--{name} {value} is not supported; allowed: a positive number.")
-    return value
-
-
 def _layer_plan(options: argparse.Namespace, key_dim: int, value_dim: int) -> LayerPlan:
-    """What ``--recipe``, or ``--k`` and ``--v``, say, checked against the head dimensions."""
+    """The plan of ``--recipe``, or of ``--k`` and ``--v``, which fits the head dimensions."""
     import torch
 
     from kvpass.bench.plans import layer_plan

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from kvpass.errors import OptionError, shown
+from kvpass.errors import OptionError, check, check_whole, shown
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class ChunkBits:
     chunks (padding and system prompt in front, tail and query behind) is no part of it.
 
     Attributes:
-        bits: for each sequence, the bits of each chunk: those of the recipe's levels, 16 for a
-            chunk that stays exact.
+        bits: for each sequence, the bits of each chunk: one of the recipe's, 16 for a chunk that
+            stays exact.
         starts: for each sequence, at which token of the model's input its first chunk begins,
             padding on the left included.
         chunk: tokens in a chunk.
@@ -33,13 +33,11 @@ class ChunkBits:
     scores: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("bits", _rows("bits", self.bits, _number)),
-            ("starts", _row("starts", self.starts, index)),
-            ("scores", None if self.scores is None else _rows("scores", self.scores, _number)),
-        ):
-            object.__setattr__(self, name, value)
-        check_chunk(self.chunk)
+        object.__setattr__(self, "bits", _rows("bits", self.bits))
+        object.__setattr__(self, "starts", _row("starts", self.starts, index))
+        if self.scores is not None:
+            object.__setattr__(self, "scores", _rows("scores", self.scores))
+        check_whole("chunk", self.chunk, 1)
         if not self.bits:
             raise OptionError("bits is empty; allowed: the bits of at least one sequence.")
         if wrong := [b for row in self.bits for b in row if not 0 <= b <= 16]:
@@ -48,16 +46,11 @@ class ChunkBits:
             raise OptionError(
                 f"starts has {len(self.starts)} sequences, but bits has {len(self.bits)}."
             )
-        if min(self.starts) < 0:
-            raise OptionError(
-                f"starts={min(self.starts)} is not supported; allowed: a position in the input, "
-                "at least 0."
-            )
-        if self.scores is not None and [*map(len, self.scores)] != [*map(len, self.bits)]:
-            raise OptionError(
-                f"scores are of {[*map(len, self.scores)]} chunks, but bits of "
-                f"{[*map(len, self.bits)]}."
-            )
+        first = min(self.starts)
+        check("starts", first, first >= 0, "a position in the input, at least 0")
+        counts, scored = ([len(row) for row in rows or ()] for rows in (self.bits, self.scores))
+        if self.scores is not None and scored != counts:
+            raise OptionError(f"scores are of {scored} chunks, but bits of {counts}.")
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -82,14 +75,14 @@ class ChunkBits:
             spans: ``(begin, end, bits)``, tokens of the context from ``begin`` up to, but without,
                 ``end``.
             length: tokens of the context. What is left behind its last whole chunk stays exact.
-            chunk: tokens.
+            chunk: tokens in a chunk.
             start: at which token of the model's input the context begins.
             rest: bits of tokens in no range.
 
         Raises:
             OptionError: if a range is empty or leaves the context, or as `ChunkBits`.
         """
-        check_chunk(chunk)
+        check_whole("chunk", chunk, 1)
         bits: list[float] = [-1] * length
         for begin, end, wanted in spans:
             if not 0 <= begin < end <= length:
@@ -107,42 +100,28 @@ class ChunkBits:
         """The sequences of all ``parts``, one behind the other.
 
         Raises:
-            OptionError: if their chunks are not of one length, or some have scores and some none.
+            OptionError: if their chunks are not of one length, or not all have scores, or none.
         """
-        kinds = {(p.chunk, p.scores is None) for p in parts}
-        if len(kinds) != 1:
+        if len({(p.chunk, p.scores is None) for p in parts}) != 1:
             raise OptionError(
                 "Parts of a batch need chunks of one length, and all of them scores or none; given "
                 f"are chunks of {sorted({p.chunk for p in parts})} tokens."
             )
-        ((chunk, plain),) = kinds
         return ChunkBits(
             tuple(row for p in parts for row in p.bits),
             tuple(start for p in parts for start in p.starts),
-            chunk,
-            None if plain else tuple(row for p in parts for row in p.scores or ()),
+            parts[0].chunk,
+            tuple(row for p in parts for row in p.scores or ()) or None,
         )
 
 
-def check_chunk(chunk: Any) -> None:
-    """Raises:
-    OptionError: if a chunk cannot have so many tokens.
-    """
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-        raise OptionError(
-            f"chunk={shown(chunk)} is not supported; allowed: a whole number of tokens, at least 1."
-        )
+def _rows(name: str, rows: Any) -> tuple[tuple[float, ...], ...]:
+    fits = isinstance(rows, Iterable) and not isinstance(rows, str)
+    check(name, rows, fits, "a row for each sequence")
+    return tuple(_row(name, row, _number) for row in rows)
 
 
-def _rows(name: str, rows: Any, kind: Any) -> tuple[tuple[Any, ...], ...]:
-    if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise OptionError(
-            f"{name}={shown(rows)} is not supported; allowed: a row for each sequence."
-        )
-    return tuple(_row(name, row, kind) for row in rows)
-
-
-def _row(name: str, row: Any, kind: Any) -> tuple[Any, ...]:
+def _row(name: str, row: Any, kind: Callable[[Any], Any]) -> tuple[Any, ...]:
     """The numbers of one row, which may be a list, a tensor or an array."""
     try:
         return tuple(kind(value) for value in row)

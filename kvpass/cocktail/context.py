@@ -5,27 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from kvpass.cocktail.bits import ChunkBits
-from kvpass.errors import OptionError, shown
+from kvpass.errors import check
 
 
+@dataclass
 class Request:
-    """The bits in use, and which prompt has taken them."""
+    """The bits in use, and the prompt that has used them: tokens before it, and its own."""
 
-    def __init__(self, bits: ChunkBits) -> None:
-        self.bits = bits
-        self._taken: tuple[int, int] | None = None
-
-    def applies(self, past: int, new: int) -> bool:
-        """Whether the bits are those of ``new`` tokens behind ``past`` others: they are of every
-        first prompt, and of the first one behind other tokens, whose layers may be in several
-        graphs. Later ones (parts of a long answer that was looked up, say) are none of theirs."""
-        return past == 0 or self._taken in (None, (past, new))
-
-    def take(self, past: int, new: int) -> None:
-        """They have been used for these tokens."""
-        self._taken = (past, new)
+    bits: ChunkBits
+    used: tuple[int, int] | None = None
 
 
 _current: ContextVar[Request | None] = ContextVar("kvpass_chunk_bits", default=None)
@@ -33,7 +24,7 @@ _current: ContextVar[Request | None] = ContextVar("kvpass_chunk_bits", default=N
 
 @contextmanager
 def use(bits: ChunkBits) -> Iterator[None]:
-    """The next prompt's chunks are stored in these ``bits``; of this thread alone.
+    """Stores the next prompt's chunks in these ``bits``; in this thread alone.
 
     A prompt is what a model is called with when its cache is empty, or more than 16 tokens later.
     ``generate`` with beams gives the model each sequence once per beam; so must ``bits``.
@@ -42,10 +33,7 @@ def use(bits: ChunkBits) -> Iterator[None]:
         OptionError: if ``bits`` is no `ChunkBits`. If it does not fit the prompt, the model's call
             raises one, before anything is changed.
     """
-    if not isinstance(bits, ChunkBits):
-        raise OptionError(
-            f"bits={shown(bits)} is not supported; allowed: a kvpass.cocktail.ChunkBits."
-        )
+    check("bits", bits, isinstance(bits, ChunkBits), "a kvpass.cocktail.ChunkBits")
     token = _current.set(Request(bits))
     try:
         yield
@@ -53,6 +41,11 @@ def use(bits: ChunkBits) -> Iterator[None]:
         _current.reset(token)
 
 
-def current() -> Request | None:
-    """What `use` has set."""
-    return _current.get()
+def request_for(past: int, new: int) -> Request | None:
+    """What `use` has set, if it is for ``new`` tokens behind ``past`` others: for every first
+    prompt, and for the first one behind other tokens, whose layers may be in several graphs; not
+    for later ones (parts of a long answer that was looked up, say)."""
+    request = _current.get()
+    if request is None or (past and request.used not in (None, (past, new))):
+        return None
+    return request

@@ -1,4 +1,4 @@
-"""What scores chunks: encoders, from texts to vectors, and rankers, from chunks to numbers."""
+"""Encoders, from texts to vectors, and rankers, from chunks to numbers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class TransformersEncoder:
     Args:
         path: a local folder, or a name on the hub.
         batch: texts that are encoded together.
-        device: torch's name of one.
+        device: as torch names it.
 
     Raises:
-        OptionError: if there is no model or no tokenizer to be loaded.
+        OptionError: if the model or its tokenizer cannot be loaded.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class TransformersEncoder:
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> Tensor:
         """Vectors ``[N, D]`` in float32."""
-        parts = [texts[i : i + self._batch] for i in range(0, len(texts), self._batch)]
-        return torch.cat([self._encoded(part) for part in parts])
+        starts = range(0, len(texts), self._batch)
+        return torch.cat([self._encoded(texts[i : i + self._batch]) for i in starts])
 
     def _encoded(self, texts: list[str]) -> Tensor:
         most = getattr(self._model.config, "max_position_embeddings", None)
@@ -72,28 +72,26 @@ class TransformersEncoder:
         ).to(self._model.device)
         hidden = self._model(**fed).last_hidden_state.float()
         mask = fed["attention_mask"].unsqueeze(-1)
-        # Where mask is 0 there may be anything.
-        total = hidden.where(mask.bool(), 0).sum(dim=1)
-        mean: Tensor = total / mask.sum(dim=1).clamp_min(1)
+        # Where the mask is 0 there may be anything.
+        mean: Tensor = hidden.where(mask.bool(), 0).sum(dim=1) / mask.sum(dim=1).clamp_min(1)
         return mean.cpu()
 
 
 class TokenEmbeddings:
-    """The model's own input embeddings, summed over the tokens of a text: costs nothing and needs
-    nothing.
+    """The model's own input embeddings, summed over the tokens of a text: no other model is needed.
 
-    What all tokens have in common is taken from each (Mu and Viswanath, 2018), and a token counts
-    the less the more of the texts it is in, by its inverse document frequency
+    What all tokens have in common is subtracted from each (Mu and Viswanath, 2018), and a token
+    counts the less the more of the texts it is in, by its inverse document frequency
     ``ln((N + 1) / (n + 1))``: a plain mean of the embeddings finds next to nothing.
 
     Args:
-        model: whose embeddings are taken.
+        model: the model that has the embeddings.
         tokenizer: its own.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self._table: Tensor = model.get_input_embeddings().weight.detach()
-        self._mean = self._table.mean(dim=0, dtype=torch.float32)
+        self._embeddings: Tensor = model.get_input_embeddings().weight.detach()
+        self._mean = self._embeddings.mean(dim=0, dtype=torch.float32)
         self._tokenizer = tokenizer
 
     def __call__(self, texts: list[str]) -> Tensor:
@@ -101,12 +99,12 @@ class TokenEmbeddings:
         rows: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         texts_with = Counter(token for ids in rows for token in set(ids))
         tokens = sorted(texts_with)
-        place = {token: i for i, token in enumerate(tokens)}
+        index = {token: i for i, token in enumerate(tokens)}
         rarity = torch.tensor([math.log((len(texts) + 1) / (texts_with[t] + 1)) for t in tokens])
-        flat = torch.tensor([place[token] for ids in rows for token in ids], dtype=torch.long)
+        flat = torch.tensor([index[token] for ids in rows for token in ids], dtype=torch.long)
         return embedding_bag(
             flat,
-            normalize(self._table[tokens].float() - self._mean, dim=-1).cpu(),
+            normalize(self._embeddings[tokens].float() - self._mean, dim=-1).cpu(),
             torch.tensor([0, *accumulate(map(len, rows))])[:-1],
             mode="sum",
             per_sample_weights=rarity[flat],

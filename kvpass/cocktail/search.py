@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import PreTrainedModel
 
-from kvpass.cocktail.bits import ChunkBits, check_chunk
+from kvpass.cocktail.bits import ChunkBits
 from kvpass.cocktail.encoders import Encoder, Ranker, TokenEmbeddings
-from kvpass.errors import OptionError, shown
+from kvpass.errors import OptionError, check, check_whole, is_number, shown
 from kvpass.format.codec import BITS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Ids = list[int]
 # 16 is the model's own dtype.
@@ -50,9 +53,9 @@ def chunk_bits(
             scores; or a `Ranker`. It sees a sequence at a time: its query, then its chunks. The
             model itself stands for `TokenEmbeddings` of it.
         tokenizer: the model's own.
-        chunk: tokens. What is left behind the last whole chunk stays exact.
-        alpha, beta: of `thresholds`.
-        bits: of chunks below the low threshold, between both, and above the high one.
+        chunk: tokens in a chunk. What is left behind the last whole chunk stays exact.
+        alpha, beta: see `thresholds`.
+        bits: for chunks below the low threshold, between both, and above the high one.
         input_ids: the model's input, a row of token ids for each sequence, padding included.
         starts: at which token of the input each context begins; None: where it is first found in
             ``input_ids``, or 0 without them.
@@ -61,11 +64,16 @@ def chunk_bits(
         OptionError: if a value is not allowed, a context is shorter than a chunk or not where it
             should be in the input, or the encoder fails to score each chunk.
     """
+    # Only here: it imports whatever transformers can quantize models with.
+    from transformers import PreTrainedModel
+
     if isinstance(encoder, PreTrainedModel):
         encoder = TokenEmbeddings(encoder, tokenizer)
-    check_chunk(chunk)
-    _check_bits(bits)
-    _check_shares(alpha, beta)
+    check_whole("chunk", chunk, 1)
+    fits = isinstance(bits, Sequence) and len(bits) == 3 and all(b in CHUNK_BITS for b in bits)
+    allowed = f"three of {', '.join(map(str, CHUNK_BITS))}, the fewest bits first"
+    check("bits", bits, fits and list(bits) == sorted(bits), allowed)
+    check_shares(alpha, beta)
     contexts = _batch("context", context, tokenizer, special=input_ids is None)
     queries = _queries(query, len(contexts))
     for ids in contexts:
@@ -76,14 +84,19 @@ def chunk_bits(
             )
     # The tail stays as it is, wherever a tokenizer lets it end.
     contexts = [ids[: len(ids) - len(ids) % chunk] for ids in contexts]
-    places = _starts(contexts, input_ids, starts, tokenizer)
+    found_starts = _starts(contexts, input_ids, starts, tokenizer)
+    if tokenizer is None:
+        raise OptionError("chunks are given to the encoder as texts; pass the model's tokenizer=.")
     chosen, scores = [], []
     for ids, asked in zip(contexts, queries, strict=True):
         pieces = [ids[i : i + chunk] for i in range(0, len(ids), chunk)]
-        found = relevance(encoder, _texts(tokenizer, pieces), asked)
-        scores.append(found)
-        chosen.append(_assigned(found, alpha, beta, bits))
-    return ChunkBits(tuple(chosen), tuple(places), chunk, tuple(scores))
+        texts = list(tokenizer.batch_decode(pieces, skip_special_tokens=True))
+        scores.append(relevance(encoder, texts, asked))
+        low, high = thresholds(scores[-1], alpha, beta)
+        few, some, many = bits
+        # With alpha + beta = 1, rounding may leave the high threshold below the low one.
+        chosen.append(tuple(many if s > high else few if s < low else some for s in scores[-1]))
+    return ChunkBits(tuple(chosen), tuple(found_starts), chunk, tuple(scores))
 
 
 def thresholds(scores: Sequence[float], alpha: float, beta: float) -> tuple[float, float]:
@@ -101,23 +114,12 @@ def relevance(encoder: Encoder | Ranker, chunks: list[str], query: str) -> tuple
             anything but a number for each chunk, or either returns what is not finite.
     """
     if isinstance(encoder, Ranker):
-        scores = _finite(encoder.rank(chunks, query), "a number for each chunk", len(chunks), 1)
-    else:
-        wanted = "a vector for each text"
-        vectors = _finite(encoder([query, *chunks]), wanted, 1 + len(chunks), 2)
-        # Vectors of length 0 are like nothing.
-        unit = normalize(vectors, dim=-1)
-        scores = unit[1:] @ unit[0]
-    return tuple(scores.tolist())
-
-
-def _assigned(
-    scores: Sequence[float], alpha: float, beta: float, bits: tuple[float, float, float]
-) -> tuple[float, ...]:
-    low, high = thresholds(scores, alpha, beta)
-    few, some, many = bits
-    # With alpha + beta = 1, rounding may leave the high threshold below the low one.
-    return tuple(many if s > high else few if s < low else some for s in scores)
+        ranks = encoder.rank(chunks, query)
+        return tuple(_finite(ranks, "a number for each chunk", len(chunks), 1).tolist())
+    vectors = _finite(encoder([query, *chunks]), "a vector for each text", 1 + len(chunks), 2)
+    # Vectors of length 0 are like nothing.
+    unit = normalize(vectors, dim=-1)
+    return tuple((unit[1:] @ unit[0]).tolist())
 
 
 def _finite(values: Any, wanted: str, rows: int, dims: int) -> Tensor:
@@ -136,12 +138,6 @@ def _finite(values: Any, wanted: str, rows: int, dims: int) -> Tensor:
     if not numbers.isfinite().all():
         raise OptionError(f"encoder returned NaN or infinity; allowed: {wanted}, finite.")
     return numbers
-
-
-def _texts(tokenizer: Any, pieces: list[Ids]) -> list[str]:
-    if tokenizer is None:
-        raise OptionError("chunks are given to the encoder as texts; pass the model's tokenizer=.")
-    return list(tokenizer.batch_decode(pieces, skip_special_tokens=True))
 
 
 def _batch(name: str, given: Any, tokenizer: Any, special: bool) -> list[Ids]:
@@ -166,22 +162,16 @@ def _ids(name: str, item: Any, tokenizer: Any, special: bool) -> Ids:
             raise OptionError(f"{name} is a text; pass the model's tokenizer=.")
         return list(tokenizer(item, add_special_tokens=special)["input_ids"])
     try:
-        ids = torch.as_tensor(item)
-    except (TypeError, ValueError, RuntimeError):
-        ids = torch.tensor(0.0)
-    if ids.dim() != 1 or ids.is_floating_point():
+        return [index(i) for i in item]
+    except TypeError:
         raise OptionError(
             f"{name} of type {type(item).__name__} is not supported; allowed: a text, a row of "
             "token ids, or a batch of either."
-        )
-    return [int(i) for i in ids.tolist()]
+        ) from None
 
 
 def _queries(query: str | Sequence[str], count: int) -> list[str]:
-    if not isinstance(query, Iterable):
-        raise OptionError(
-            f"query={shown(query)} is not supported; allowed: a text for each context."
-        )
+    check("query", query, isinstance(query, Iterable), "a text for each context")
     queries = [query] * count if isinstance(query, str) else list(query)
     if len(queries) != count:
         raise OptionError(f"query has {len(queries)} texts for {count} contexts.")
@@ -194,45 +184,37 @@ def _queries(query: str | Sequence[str], count: int) -> list[str]:
 def _starts(
     contexts: list[Ids], input_ids: Any, starts: int | Sequence[int] | None, tokenizer: Any
 ) -> list[int]:
+    """Where each context begins in the input."""
     count = len(contexts)
-    places = [starts] * count if isinstance(starts, int) else starts
-    if places is not None and len(places) != count:
-        raise OptionError(f"starts has {len(places)} positions for {count} contexts.")
+    given = [starts] * count if isinstance(starts, int) else starts
+    if given is not None and len(given) != count:
+        raise OptionError(f"starts has {len(given)} positions for {count} contexts.")
     if input_ids is None:
-        return [0] * count if places is None else list(places)
+        return [0] * count if given is None else list(given)
     inputs = _batch("input_ids", input_ids, tokenizer, special=True)
     if len(inputs) != count:
         raise OptionError(f"input_ids has {len(inputs)} sequences for {count} contexts.")
     found = []
-    for i, (ids, given) in enumerate(zip(contexts, inputs, strict=True)):
-        tried = range(len(given) - len(ids) + 1) if places is None else [places[i]]
+    for i, (ids, row) in enumerate(zip(contexts, inputs, strict=True)):
+        tried = range(len(row) - len(ids) + 1) if given is None else [given[i]]
         # The first token alone spares most comparisons of whole contexts.
-        likely = (p for p in tried if given[p : p + 1] == ids[:1])
-        place = next((p for p in likely if given[p : p + len(ids)] == ids), None)
-        if place is None:
-            where = "in it" if places is None else f"at token {places[i]}"
+        likely = (p for p in tried if row[p : p + 1] == ids[:1])
+        start = next((p for p in likely if row[p : p + len(ids)] == ids), None)
+        if start is None:
+            where = "in it" if given is None else f"at token {given[i]}"
             raise OptionError(
                 f"input_ids of sequence {i} does not have the context's tokens {where}: a "
                 "tokenizer may encode a text otherwise inside a prompt; pass the context as token "
                 "ids of the input."
             )
-        found.append(place)
+        found.append(start)
     return found
 
 
-def _check_bits(bits: Any) -> None:
-    fits = isinstance(bits, Sequence) and len(bits) == 3 and all(b in CHUNK_BITS for b in bits)
-    if not fits or list(bits) != sorted(bits):
-        raise OptionError(
-            f"bits={shown(bits)} is not supported; allowed: three of "
-            f"{', '.join(map(str, CHUNK_BITS))}, the fewest bits first."
-        )
-
-
-def _check_shares(alpha: float, beta: float) -> None:
+def check_shares(alpha: float, beta: float) -> None:
+    """`check` of what `thresholds` takes."""
     for name, value in (("alpha", alpha), ("beta", beta)):
-        if not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise OptionError(f"{name}={shown(value)} is not supported; allowed: 0 to 1.")
+        check(name, value, is_number(value) and 0 <= value <= 1, "0 to 1")
     if alpha + beta > 1 and not math.isclose(alpha + beta, 1):
         raise OptionError(
             f"alpha={alpha} and beta={beta} are not supported: the low threshold would lie above "

@@ -22,12 +22,12 @@ _PLAN = re.compile(r"(?P<codecs>[^/]+\|fp)/chunk=(?P<chunk>\d+)")
 
 @dataclass(frozen=True)
 class ChunkedPlan(TensorPlan):
-    """How a cache tensor is stored whose prompts have chunks of different bits (Cocktail,
+    """The storage of a cache tensor whose prompts have chunks of different bits (Cocktail,
     section 4); see `kvpass.ops.chunks`. All other tokens are exact.
 
     Attributes:
-        chunk_codecs: of chunks, from least to most bits; which chunk gets which is data of each
-            request.
+        chunk_codecs: the codecs of chunks, from fewest to most bits; each request says which chunk
+            gets which.
         chunk: a chunk's tokens are a multiple of this.
 
     Raises:
@@ -36,6 +36,7 @@ class ChunkedPlan(TensorPlan):
     """
 
     takes_rope: ClassVar[bool] = False
+    op_suffix: ClassVar[str] = "_chunks"
 
     chunk_codecs: tuple[Codec, ...] = ()
     chunk: int = 0
@@ -63,8 +64,8 @@ class ChunkedPlan(TensorPlan):
                 )
         if len(set(self.chunk_bits)) < len(codecs) + 1:
             raise PlanError(
-                f"Codecs of chunks {', '.join(map(str, codecs))} cannot be told apart: each needs "
-                "other bits."
+                f"Codecs of chunks {', '.join(map(str, codecs))} have the same bits: each needs "
+                "others."
             )
 
     def __str__(self) -> str:
@@ -80,15 +81,10 @@ class ChunkedPlan(TensorPlan):
 
     @cached_property
     def chunk_bits(self) -> tuple[float, ...]:
-        """By which a request asks for each codec, and for exact tokens. A codec that stores tokens
-        as they are goes by its number."""
+        """The bits by which a request asks for each codec, and for exact tokens. A codec that
+        stores tokens as they are goes by its number."""
         own = (i if c.identity else c.bits for i, c in enumerate(self.chunk_codecs))
         return (*own, FP.bits)
-
-    @staticmethod
-    def op(name: str) -> str:
-        """See `TensorPlan.op`."""
-        return f"{name}_chunks"
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
@@ -101,10 +97,9 @@ class ChunkedPlan(TensorPlan):
         codec = self.chunk_codecs[len(self.chunk_codecs) // 2]
         if codec.identity:
             return TensorPlan()
-        channel = codec.axis == "channel"
-        return TensorPlan(
-            codec, RetentionPolicy(0, self.tile) if channel else RetentionPolicy(TILE)
-        )
+        by_channel = codec.axis == "channel"
+        window = RetentionPolicy(0, self.tile) if by_channel else RetentionPolicy(TILE)
+        return TensorPlan(codec, window)
 
     def unsupported_pair(self, values: TensorPlan) -> str | None:
         """See `TensorPlan.unsupported_pair`."""
@@ -119,19 +114,12 @@ class ChunkedPlan(TensorPlan):
         return self.uniform.sliding(window_size)
 
     def static(self, room: int) -> TensorPlan:
-        """Raises:
-        PlanError: it takes none.
+        """Refuses a static cache.
+
+        Raises:
+            PlanError: always.
         """
         raise PlanError("A static cache takes no chunks of different bits.")
-
-    def one_codec(self) -> None:
-        """Raises:
-        PlanError: always.
-        """
-        raise PlanError(
-            f"The bits of chunks ({self}) are those of a request; this needs a plan of one codec "
-            "for all tokens."
-        )
 
     @property
     def tile(self) -> int:
@@ -140,7 +128,7 @@ class ChunkedPlan(TensorPlan):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Those of the codecs, and exact tokens."""
+        """See `TensorPlan.segments`; those of the codecs, and that of exact tokens."""
         return tuple(map(Segment, self.codecs))
 
     def length(self, ends: Sequence[int]) -> int:
@@ -149,7 +137,7 @@ class ChunkedPlan(TensorPlan):
 
     @property
     def chunk_positions(self) -> tuple[str, ...]:
-        """The fields of the positions of the tokens of each segment."""
+        """The names of the fields with the positions of each segment's tokens."""
         return tuple(f.name for f in self.layout.shared)
 
     def _token_fields(self) -> tuple[Field, ...]:
@@ -163,21 +151,19 @@ class ChunkedPlan(TensorPlan):
         return tuple(found)
 
     def _shared_fields(self) -> tuple[Field, ...]:
-        suffixes = [*map(str, range(len(self.chunk_codecs))), ""]
         return tuple(
             Field(f"positions{x}", ("batch", f"capacity{x}"), torch.int32, f"capacity{x}",
                   shared=True, fill=-1, overwritten="never")
-            for x in suffixes
+            for x in (*range(len(self.chunk_codecs)), "")
         )  # fmt: skip
 
     def segment_fields(self, segment: int) -> tuple[str, ...]:
-        """The fields of the tokens of one segment: of a codec, or of exact tokens."""
+        """The names of the fields with one segment's tokens."""
         suffix = str(segment) if segment < len(self.chunk_codecs) else ""
-        names = (f"codes{suffix}", f"qparams{suffix}")
-        return tuple(name for name in names if name in self.layout)
+        return tuple(f.name for f in self.layout.encoded(suffix))
 
     def chunk_sizes(self, shape: Sequence[int], room: Sequence[int]) -> dict[str, int]:
-        """As `sizes`, with so much room in each segment, which a request decides."""
+        """See `sizes`; ``room`` is that of each segment in tokens, which a request decides."""
         batch, heads, _, channels = shape
         found = {"batch": batch, "heads": heads, "channels": channels, "capacity": room[-1]}
         for i, codec in enumerate(self.chunk_codecs):

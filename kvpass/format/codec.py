@@ -3,39 +3,55 @@
 Layout (the same on every device, so that kernels and reference exchange bytes):
 
 * *words*, int16 ``[B, H, T, W]``: the codes of each token, see `kvpass.format.words`.
-* *params*: a scale and a minimum for each group. Per channel: ``[B, H, T/G, D]``, one per group of
+* *qparams*: a scale and a minimum for each group. Per channel: ``[B, H, T/G, D]``, one per group of
   ``G`` consecutive tokens and channel; ``[B, H, 1, D]`` if calibrated for all tokens. Per token:
   ``[B, H, D/G, T]``, one per token and group of ``G`` channels, or ``[B, H/k, 1, T]`` where a group
   spans ``k`` heads. int32 ``minimum << 16 | scale``, both IEEE half, or int16
   ``minimum << 8 | scale``, both fp8-e4m3.
-* *outliers*, int32 ``[B, T, S]``: elements of a token that are stored as they are, ``value << 16 |
-  place``: IEEE half, and ``head * D + channel``, or ``0xFFFF`` for none.
+* *outliers*, int32 ``[B, T, N]``: elements of a token that are stored as they are, ``value << 16 |
+  position``: IEEE half, and ``head * D + channel``, or ``0xFFFF`` for none.
 
-An element decodes to ``code * scale + minimum``, or ``table[code] * scale + minimum``.
+An element decodes to ``code * scale + minimum``, or ``codebook[code] * scale + minimum``.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from kvpass.errors import OptionError, shown
+from kvpass.errors import OptionError, check, shown
 from kvpass.format.groups import Axis, Groups
 from kvpass.format.words import BY_BITS, PACK11, TERNARY, WordFormat
 
 QParams = Literal["half", "fp8"]
 BITS = (1, 1.5, 2, 3, 4, 8)
-# The place of an outlier slot that is empty: no element has it.
+# The position in an empty slot for an outlier: no element has it.
 NOWHERE = 0xFFFF
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"
 _LIST = rf"{NUMBER}(?:,{NUMBER})*"
+# What the fields of `Codec` may be.
+_ALLOWED = {
+    "bits": "1, 1.5, 2, 3, 4, 8 (or the recipe 'fp')",
+    "ternary_in_2bit": "False, and True at bits=1.5",
+    "pack11": "False, and True at bits=3 without a codebook",
+    "codebook": "None, and at 2, 3 and 4 bits a rising tuple of as many numbers as codes",
+    "qnorm": "None, and with a codebook a tuple of two numbers",
+    "axis": "'channel', 'token'",
+    "group": "a whole number of at least 2, and per channel 0, for calibrated ranges",
+    "half_split": "False, and True per token",
+    "sizes": "None, or per token a tuple of positive whole numbers, one for each group of a token",
+    "qparams": "'half', 'fp8'",
+    "outliers": "a whole number with calibrated ranges, an even one per token, 0 else",
+    "clip": "a number above 0, at most 1, or per token a tuple of them, one for each group of all "
+    "heads; 1 with outliers, calibrated ranges or a codebook",
+}
 
 
 def _listed(numbers: tuple[float, ...]) -> str:
@@ -47,7 +63,7 @@ def _floats(text: str) -> tuple[float, ...]:
 
 
 class _Suffix(NamedTuple):
-    """A field of `Codec` in its printed form: behind a point its word, then its value."""
+    """A field of `Codec` as it is printed: behind a point its word, then its value."""
 
     field: str
     word: str
@@ -84,14 +100,14 @@ class Codec:
     Attributes:
         bits: bits per code, one of 1, 1.5 (three values), 2, 3, 4, 8; 16 is the identity codec,
             which stores the model's own dtype.
-        axis: what a group belongs to. ``channel``: ``group`` consecutive tokens of one channel
-            (keys in KIVI). ``token``: ``group`` consecutive channels of one token (values in KIVI);
-            more than a head has are those of several heads.
+        axis: ``channel``: a group is consecutive tokens of one channel (keys in KIVI). ``token``: a
+            group is consecutive channels of one token (values in KIVI), of several heads if it has
+            more than a head.
         group: elements that share one scale and one minimum; 0 for the identity, and per channel
             where all tokens do: then both are calibrated (keys in KVQuant).
-        clip: the ends of every group are multiplied by this before it is encoded, and what lies
-            beyond them saturates (SKVQ, eq. 3). Meant for groups on both sides of zero, as the
-            channels of a token are. Per token also one number for each group, head by head.
+        clip: the range of every group is multiplied by this before it is encoded, and what lies
+            beyond saturates (SKVQ, eq. 3). Meant for groups on both sides of zero, as the channels
+            of a token are. Per token also one number for each group, head by head.
         qparams: what scales and minima are rounded to: ``half``, or ``fp8`` (fp8-e4m3, SKVQ
             section 3.2), which halves their bits.
         ternary_in_2bit: three values are stored in 2 bits each instead of base 3.
@@ -99,13 +115,13 @@ class Codec:
         outliers: elements of each token, of all heads, that are stored as they are (KVQuant,
             section 3.4). Calibrated ranges: those furthest beyond them. Else a group has all heads,
             and its range is that of the others: half of them are the largest elements, half the
-            least.
-        codebook: what the codes stand for, of a range from -1 to 1, in rising order.
+            smallest.
+        codebook: the values of the codes in a range from -1 to 1, in rising order.
         qnorm: factor and offset of the codebook in decoding (Q-Norm, KVQuant, section 3.5).
-        pack11: 11 codes of 3 bits share 32 bits, the last of which has 2 (KVmix): up
-            to an eleventh of a head's channels saturate at code 3 of 7. Prefer 3 bits each: heads
-            of 64, 96, 128, 192 or 256 channels take as many bytes with less error, those of 80 or
-            112 fewer. From 176 on some take fewer so (64 instead of 66).
+        pack11: 11 codes of 3 bits share 32 bits, the last of which has 2 (KVmix): up to an eleventh
+            of a head's channels saturate at code 3 of 7. Prefer 3 bits each: heads of 64, 96, 128,
+            192 or 256 channels take as many bytes with less error, those of 80 or 112 fewer. From
+            176 on some take fewer so (64 instead of 66).
 
     Raises:
         OptionError: if a field has a value that is not allowed.
@@ -127,74 +143,33 @@ class Codec:
     def __post_init__(self) -> None:
         if all(getattr(self, f.name) == f.default for f in fields(self) if f.name != "axis"):
             return
-        self._check_codes()
-        self._check_groups()
-        self._check_ranges()
+        for name, holds in self._checks():
+            check(name, getattr(self, name), holds, _ALLOWED[name])
 
-    def _refuse(self, name: str, allowed: str, where: str = "") -> NoReturn:
-        value = shown(getattr(self, name))
-        raise OptionError(f"{name}={value} is not supported{where}; allowed: {allowed}.")
-
-    def _check_codes(self) -> None:
-        if self.bits not in BITS or (type(self.bits) is not int and self.bits != 1.5):
-            self._refuse("bits", "1, 1.5, 2, 3, 4, 8 (or the recipe 'fp')")
-        where = f" at bits={shown(self.bits)}"
-        if not isinstance(self.ternary_in_2bit, bool) or (
-            self.ternary_in_2bit and self.bits != 1.5
-        ):
-            self._refuse("ternary_in_2bit", "False, and True at bits=1.5", where)
-        if not isinstance(self.pack11, bool) or (self.pack11 and (self.bits != 3 or self.codebook)):
-            self._refuse("pack11", "False, and True at bits=3 without a codebook", where)
-        if self.codebook is not None:
-            numbers = _all_floats(self.codebook)
-            count = 1 << int(self.bits) if self.bits in (2, 3, 4) else 0
-            rising = numbers and all(a < b for a, b in itertools.pairwise(self.codebook))
-            if not rising or len(self.codebook) != count or not abs(sum(self.codebook)) < 1e6:
-                allowed = "None, and at 2, 3 and 4 bits a rising tuple of as many numbers as codes"
-                self._refuse("codebook", allowed, where)
-        pair = self.codebook is not None and _all_floats(self.qnorm) and len(self.qnorm or ()) == 2
-        if self.qnorm is not None and not pair:
-            self._refuse("qnorm", "None, and with a codebook a tuple of two numbers")
-
-    def _check_groups(self) -> None:
-        if self.axis not in ("channel", "token"):
-            self._refuse("axis", "'channel', 'token'")
-        least = 0 if self.axis == "channel" else 2
-        if not isinstance(self.group, int) or self.group < least or self.group == 1:
-            allowed = "a whole number of at least 2, and per channel 0, for calibrated ranges"
-            self._refuse("group", allowed)
-        if not isinstance(self.half_split, bool) or (self.half_split and self.axis != "token"):
-            where = f" with axis={shown(self.axis)}"
-            self._refuse("half_split", "False, and True per token", where)
-        if self.sizes is None:
-            return
-        whole = isinstance(self.sizes, tuple) and all(type(n) is int and n > 0 for n in self.sizes)
-        if not whole or not self.sizes or self.axis != "token":
-            allowed = (
-                "None, or per token a tuple of positive whole numbers, one for each group of all "
-                "heads"
-            )
-            self._refuse("sizes", allowed)
-
-    def _check_ranges(self) -> None:
-        clip: Any = self.clip
-        several = isinstance(clip, tuple) and self.axis == "token" and clip
-        for factor in clip if several else (clip,):
-            if type(factor) not in (int, float) or not 0 < factor <= 1:
-                allowed = (
-                    "a number above 0, at most 1, or per token a tuple of them, one for each group "
-                    "of all heads"
-                )
-                self._refuse("clip", allowed)
-        if self.qparams not in ("half", "fp8"):
-            self._refuse("qparams", "'half', 'fp8'")
-        n = self.outliers
-        fits = self.static_ranges or (self.axis == "token" and type(n) is int and n % 2 == 0)
-        if type(n) is not int or n < 0 or (n and not fits):
-            allowed = "a whole number with calibrated ranges, an even one per token, 0 else"
-            self._refuse("outliers", allowed)
-        if self.clip != 1 and (n or self.static_ranges or self.codebook):
-            self._refuse("clip", "1", " with outliers, calibrated ranges or a codebook")
+    def _checks(self) -> Iterator[tuple[str, Any]]:
+        """Fields, and whether each has an allowed value, given that those before it have."""
+        bits, group, codebook, outliers = self.bits, self.group, self.codebook, self.outliers
+        yield "bits", bits in BITS and (type(bits) is int or bits == 1.5)
+        yield "ternary_in_2bit", _is_flag(self.ternary_in_2bit, bits == 1.5)
+        yield "pack11", _is_flag(self.pack11, bits == 3 and not codebook)
+        codes = self.max_code + 1 if bits in (2, 3, 4) else -1
+        yield "codebook", codebook is None or _rises(codebook, codes)
+        pair = codebook is not None and _all_floats(self.qnorm) and len(self.qnorm or ()) == 2
+        yield "qnorm", self.qnorm is None or pair
+        yield "axis", self.axis in ("channel", "token")
+        per_token = self.axis == "token"
+        yield "group", isinstance(group, int) and (group >= 2 or (group == 0 and not per_token))
+        yield "half_split", _is_flag(self.half_split, per_token)
+        sizes: Any = self.sizes
+        positive = isinstance(sizes, tuple) and all(type(n) is int and n > 0 for n in sizes)
+        yield "sizes", sizes is None or (positive and sizes and per_token)
+        yield "qparams", self.qparams in ("half", "fp8")
+        fits = self.static_ranges or (per_token and type(outliers) is int and outliers % 2 == 0)
+        yield "outliers", type(outliers) is int and outliers >= 0 and (fits or not outliers)
+        several = isinstance(self.clip, tuple) and self.clip and per_token
+        clips: Any = self.clip if several else [self.clip]
+        fits = self.clip == 1 or not (outliers or self.static_ranges or codebook)
+        yield "clip", fits and all(type(x) in (int, float) and 0 < x <= 1 for x in clips)
 
     @property
     def static_ranges(self) -> bool:
@@ -203,8 +178,7 @@ class Codec:
 
     @cached_property
     def decoded_codebook(self) -> tuple[float, ...] | None:
-        """What the codes stand for when they are decoded, of a range from -1 to 1; None: evenly
-        spaced."""
+        """The values of decoded codes; None: they are evenly spaced."""
         if self.codebook is None or self.qnorm is None:
             return self.codebook
         factor, offset = self.qnorm
@@ -213,9 +187,8 @@ class Codec:
     @cached_property
     def midpoints(self) -> tuple[float, ...]:
         """Halfway between neighbours in the codebook, in float32: where codes change."""
-        levels = np.array(self.codebook or (), np.float32)
-        halfway: list[float] = ((levels[:-1] + levels[1:]) / 2).tolist()
-        return tuple(halfway)
+        values = np.array(self.codebook or (), np.float32)
+        return tuple(((values[:-1] + values[1:]) / 2).tolist())
 
     @property
     def identity(self) -> bool:
@@ -234,7 +207,7 @@ class Codec:
 
     @property
     def words(self) -> WordFormat:
-        """How codes lie in 16-bit words."""
+        """The layout of codes in 16-bit words."""
         if self.pack11:
             return PACK11
         if self.bits == 1.5:
@@ -243,12 +216,12 @@ class Codec:
 
     @property
     def groups(self) -> Groups:
-        """What shares a scale and a minimum."""
+        """The elements that share a scale and a minimum."""
         return Groups(self.axis, self.group, self.half_split, self.sizes)
 
     @property
     def qparam_dtype(self) -> torch.dtype:
-        """What a scale and a minimum are packed into."""
+        """The dtype that holds a scale and a minimum together."""
         return torch.int16 if self.qparams == "fp8" else torch.int32
 
     def __str__(self) -> str:
@@ -287,30 +260,29 @@ class Codec:
         None."""
         if self.identity:
             return None
-        if reason := self.words.unsupported_reason(head_dim):
+        reason = (
+            self.words.unsupported_reason(head_dim)
+            or self.groups.unsupported_reason(head_dim, heads)
+            or self._outliers_unsupported(head_dim, heads)
+        )
+        if reason or heads is None or not isinstance(self.clip, tuple):
             return reason
-        if reason := self.groups.unsupported_reason(head_dim, heads):
-            return reason
-        if reason := self._outliers_unsupported(head_dim, heads):
-            return reason
-        count = heads and self.groups.shape(1, heads, 1, head_dim)
-        if count and isinstance(self.clip, tuple) and len(self.clip) != count[1] * count[3]:
-            return (
-                f"{len(self.clip)} factors of clipping do not fit the {count[1] * count[3]} groups "
-                f"of {heads} heads"
-            )
-        return None
+        _, group_heads, _, groups = self.groups.shape(1, heads, 1, head_dim)
+        if len(self.clip) == group_heads * groups:
+            return None
+        return (
+            f"{len(self.clip)} factors of clipping do not fit the {group_heads * groups} groups of "
+            f"{heads} heads"
+        )
 
     def _outliers_unsupported(self, head_dim: int, heads: int | None) -> str | None:
         if not self.outliers:
             return None
-        joined = self.groups.heads_per_group(head_dim)
-        if self.axis == "token" and (self.group < head_dim or heads not in (None, joined)):
+        heads_per_group = self.groups.heads_per_group(head_dim)
+        if self.axis == "token" and (self.group < head_dim or heads not in (None, heads_per_group)):
             return f"outliers are those of all heads, a group of {self.group} channels is not"
-        # Without the number of heads, the least that there can be.
-        elements = (joined if heads is None else heads) * head_dim
-        if heads is not None and not self.outliers < elements < NOWHERE:
-            return f"{elements} channels of a token do not have {self.outliers} outliers"
+        if heads is not None and not self.outliers < heads * head_dim < NOWHERE:
+            return f"{heads * head_dim} channels of a token do not have {self.outliers} outliers"
         return None
 
     def bits_per_element(self, head_dim: int | None = None, heads: int | None = None) -> float:
@@ -340,3 +312,14 @@ FP = Codec()
 
 def _all_floats(numbers: Any) -> bool:
     return isinstance(numbers, tuple) and all(type(x) is float for x in numbers)
+
+
+def _rises(numbers: Any, count: int) -> bool:
+    """Whether these are ``count`` finite numbers in rising order."""
+    if not _all_floats(numbers) or len(numbers) != count or not abs(sum(numbers)) < 1e6:
+        return False
+    return all(a < b for a, b in itertools.pairwise(numbers))
+
+
+def _is_flag(value: Any, may_be_true: bool) -> bool:
+    return isinstance(value, bool) and (may_be_true or not value)

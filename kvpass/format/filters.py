@@ -39,8 +39,8 @@ def register_filter(name: str) -> Callable[[Filter], Filter]:
 
 @register_filter("heavy_hitters")
 def heavy_hitters(keys: Tensor) -> Tensor:
-    """Keys of small norm: the tokens that attract attention (Devoto et al., 2024), as told from the
-    cache alone, without the attention weights that no fused kernel has."""
+    """Keys of small norm: the tokens that attract attention (Devoto et al., 2024), found without
+    the attention weights that no fused kernel has."""
     norms: Tensor = keys.float().norm(dim=-1)
     return -norms
 
@@ -52,42 +52,38 @@ def outliers(tokens: Tensor) -> Tensor:
     return high - low
 
 
-def empty_kept(new: Tensor, count: int) -> list[Tensor]:
-    """No tokens: ``[B, H, count, D]`` for them, and their positions, int32 ``[B, H, count]``, where
-    -1 says that there is none."""
-    b, h, _, d = new.shape
-    kept = new.new_zeros((b, h, count, d))
-    return [kept, new.new_full((b, h, count), -1, dtype=torch.int32)]
+def retain(retained: Tensor, positions: Tensor, name: str, start: int, x: Tensor) -> None:
+    """Lets the best of the ``retained`` tokens and of tokens ``x`` ``[B, H, n, D]``, from position
+    ``start`` on, take the slots of the retained ones, in place.
 
-
-def keep(kept: Tensor, places: Tensor, name: str, start: int, x: Tensor) -> None:
-    """Lets the best of ``kept`` and of tokens ``x`` ``[B, H, n, D]``, from position ``start`` on,
-    take the places of ``kept``."""
-    scores = filter_named(name)(torch.cat([kept, x], dim=2))
-    if scores.shape != (*x.shape[:2], kept.shape[2] + x.shape[2]):
+    ``positions`` of retained tokens: int32 ``[B, H, N]``, -1 where there is none.
+    """
+    tokens = torch.cat([retained, x], dim=2)
+    scores = filter_named(name)(tokens)
+    if scores.shape != tokens.shape[:3]:
         raise OptionError(
             f"Filter '{name}' returned scores {list(scores.shape)} for tokens "
-            f"{[*x.shape[:2], kept.shape[2] + x.shape[2], x.shape[3]]}; allowed: one per token."
+            f"{list(tokens.shape)}; allowed: one per token."
         )
     new = torch.arange(start, start + x.shape[2], dtype=torch.int32, device=x.device)
-    known = torch.cat([places, new.expand(*x.shape[:2], -1)], dim=2)
+    known = torch.cat([positions, new.expand(*x.shape[:2], -1)], dim=2)
     scores = scores.masked_fill(known < 0, -torch.inf)
     # The earlier one of two with equal scores.
-    best = scores.sort(dim=2, descending=True, stable=True).indices[..., : kept.shape[2]]
-    chosen = torch.cat([kept, x], dim=2).take_along_dim(best.unsqueeze(3), dim=2)
-    places.copy_(known.take_along_dim(best, dim=2))
-    kept.copy_(chosen)
+    order = scores.sort(dim=2, descending=True, stable=True).indices
+    best = order[..., : retained.shape[2]]
+    positions.copy_(known.take_along_dim(best, dim=2))
+    retained.copy_(tokens.take_along_dim(best.unsqueeze(3), dim=2))
 
 
-def restored(out: Tensor, first: int, kept: Tensor, places: Tensor) -> Tensor:
+def with_retained(out: Tensor, first: int, retained: Tensor, positions: Tensor) -> Tensor:
     """``out``, tokens ``[B, H, n, D]`` from position ``first`` on, with those of them that are
-    ``kept``."""
+    ``retained``."""
     n = out.shape[2]
-    inside = (places >= first) & (places < first + n)
+    inside = (positions >= first) & (positions < first + n)
     # The others go behind the last token.
-    index = torch.where(inside, places - first, n).long().unsqueeze(3).expand(kept.shape)
+    index = torch.where(inside, positions - first, n).long().unsqueeze(3).expand(retained.shape)
     longer = torch.cat([out, out.new_empty((*out.shape[:2], 1, out.shape[3]))], dim=2)
-    return longer.scatter_(2, index, kept.to(out.dtype))[:, :, :n]
+    return longer.scatter_(2, index, retained.to(out.dtype))[:, :, :n]
 
 
 def filter_named(name: str) -> Filter:

@@ -23,10 +23,10 @@ class Groups:
         axis: ``channel``: ``size`` consecutive tokens of one channel. ``token``: ``size`` channels
             of one token.
         size: elements of a group, on average; 0 per channel: all tokens.
-        pairs: per token: a group is two runs of channels, half a head apart, so that rotary
-            embeddings of half-split pairs do not leave it.
-        sizes: per token: the channels of each group, head by head, in their order (with
-            ``pairs``, half of them in each half of the head); None: all are equal.
+        half_split: per token: a group is two runs of channels, half a head apart, so that rotary
+            embeddings which rotate the halves of a head do not leave it.
+        sizes: per token: the number of channels of each group, head by head (with ``half_split``,
+            half of them in each half of the head); None: all are equal.
     """
 
     axis: Axis
@@ -42,44 +42,44 @@ class Groups:
         """Why ``heads`` (None: any number) of ``dim`` channels cannot be divided so, or None."""
         if self.axis == "channel":
             return None
-        joined = self.heads_per_group(dim)
+        heads_per_group = self.heads_per_group(dim)
         if max(self.size, dim) % min(self.size, dim):
             return f"group {self.size} does not divide head_dim {dim}"
-        if heads is not None and heads % joined:
-            return f"group {self.size} spans {joined} heads of {dim}, which {heads} do not fill"
-        if self.half_split and (dim % 2 or self.size % 2 or joined > 1):
+        if heads is not None and heads % heads_per_group:
+            return (
+                f"group {self.size} spans {heads_per_group} heads of {dim}, which {heads} do not "
+                "fill"
+            )
+        if self.half_split and (dim % 2 or self.size % 2 or heads_per_group > 1):
             return f"a group of {self.size} is no two runs half a head of {dim} apart"
-        return None if self.sizes is None or heads is None else self._sizes_unsupported(dim, heads)
-
-    def _sizes_unsupported(self, dim: int, heads: int) -> str | None:
-        assert self.sizes is not None
-        each = dim // self.size
-        found = [sum(self.sizes[i : i + each]) for i in range(0, len(self.sizes), each)]
-        if len(self.sizes) != heads * each or any(total != dim for total in found):
+        if self.sizes is None or heads is None:
+            return None
+        count = dim // self.size
+        by_head = [self.sizes[i : i + count] for i in range(0, len(self.sizes), count)]
+        if len(self.sizes) != heads * count or any(sum(sizes) != dim for sizes in by_head):
             return (
                 f"{len(self.sizes)} sizes of groups do not fill {heads} heads of {dim} channels "
-                f"with {each} groups each"
+                f"with {count} groups each"
             )
         if self.half_split and any(size % 2 for size in self.sizes):
-            return "a group of pairs has an odd number of channels"
+            return "a group in two halves has an odd number of channels"
         return None
 
     def shape(self, batch: int, heads: int, tokens: int, dim: int) -> tuple[int, int, int, int]:
-        """Of one number for each group."""
+        """The shape of one number for each group."""
         if self.axis == "channel":
             return batch, heads, tokens // self.size if self.size else 1, dim
-        joined = self.heads_per_group(dim)
-        return batch, heads // joined, tokens, dim * joined // self.size
+        heads_per_group = self.heads_per_group(dim)
+        return batch, heads // heads_per_group, tokens, dim * heads_per_group // self.size
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the largest element of each group of ``x`` ``[B, H, T, D]``."""
+        """The smallest and the largest element of each group of ``x`` ``[B, H, T, D]``."""
+        shape = self.shape(*x.shape)
         if self.sizes is None:
-            view = self.split(x)
-            dims = self._dims(x.shape[3])
-            shape = self.shape(*x.shape)
-            return view.amin(dims).reshape(shape), view.amax(dims).reshape(shape)
+            split, dims = self.split(x), self._dims(x.shape[3])
+            return split.amin(dims).reshape(shape), split.amax(dims).reshape(shape)
         index = self.members(x.shape[1], x.shape[3], x.device)[None, :, None].expand(x.shape)
-        empty = x.new_zeros(self.shape(*x.shape))
+        empty = x.new_zeros(shape)
         low = empty.scatter_reduce(3, index, x, "amin", include_self=False)
         return low, empty.scatter_reduce(3, index, x, "amax", include_self=False)
 
@@ -88,9 +88,9 @@ class Groups:
         b, h, t, d = x.shape
         if self.axis == "channel":
             return x.reshape(b, h, t // self.size, self.size, d) if self.size else x.unsqueeze(2)
-        joined = self.heads_per_group(d)
-        if joined > 1:
-            return x.reshape(b, h // joined, joined, t, d)
+        heads_per_group = self.heads_per_group(d)
+        if heads_per_group > 1:
+            return x.reshape(b, h // heads_per_group, heads_per_group, t, d)
         if self.sizes is not None:
             return x
         if self.half_split:
@@ -105,13 +105,14 @@ class Groups:
             return torch.take_along_dim(number, index[None, :, None], dim=3)
         if self.heads_per_group(dim) > 1:
             return number.unsqueeze(2)
-        for place in self._dims(dim):
-            number = number.unsqueeze(place)
+        for grouped in self._dims(dim):
+            number = number.unsqueeze(grouped)
         return number
 
     def members(self, heads: int, dim: int, device: torch.device | str = "cpu") -> Tensor:
         """Per token: the group of each channel within its head, int64 ``[heads, dim]``; shared, not
         to be changed."""
+        # No inference tensor, wherever it is asked for first.
         with torch.inference_mode(False):
             return _members(self, heads, dim, str(device))
 
@@ -126,10 +127,9 @@ class Groups:
 
 @lru_cache(maxsize=1024)
 def _members(groups: Groups, heads: int, dim: int, device: str) -> Tensor:
-    each = max(1, dim // groups.size)
-    sizes = groups.sizes or (min(groups.size, dim),) * (heads * each)
-    runs = 2 if groups.half_split else 1
-    counts = torch.tensor(sizes, device=device).view(heads, 1, each) // runs
-    numbers = torch.arange(each, device=device).expand(heads, runs, each)
-    counts = counts.expand(heads, runs, each)
-    return numbers.flatten().repeat_interleave(counts.flatten()).view(heads, dim)
+    count = max(1, dim // groups.size)
+    sizes = groups.sizes or (min(groups.size, dim),) * (heads * count)
+    shape = (heads, 2 if groups.half_split else 1, count)
+    channels = torch.tensor(sizes, device=device).view(heads, 1, count) // shape[1]
+    numbers = torch.arange(count, device=device).expand(shape).flatten()
+    return numbers.repeat_interleave(channels.expand(shape).flatten()).view(heads, dim)

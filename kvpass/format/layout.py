@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -25,17 +25,17 @@ Overwritten = Literal["never", "prefill", "step"]
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of the state.
+    """One tensor of the state, an attribute of `kvpass.tensor.packed.PackedKV` and of `State`.
 
     Attributes:
-        name: as an attribute of `kvpass.tensor.packed.PackedKV` and of `State`.
-        shape: its dimensions.
+        name: the name of that attribute.
+        shape: numbers, and names of sizes.
         dtype: None is that of the model.
         grows: the name in ``shape`` that stands for tokens there is room for, or None.
         group: consecutive tokens that share an entry along that dimension.
         exact: it holds tokens as they are, and follows their dtype.
         shared: one tensor for all layers of a cache.
-        fill: what a place without a token holds; None: anything.
+        fill: the value in slots without a token; None: any.
         constant: calibrated, no token changes it.
         overwritten: see `Overwritten`; what else a step writes is behind the segments' ends.
     """
@@ -67,30 +67,26 @@ class Field:
             return like.new_full(shape, self.fill, dtype=dtype)
         return like.new_empty(shape, dtype=dtype)
 
-    def resized(self, tensor: Tensor, tokens: int) -> Tensor:
-        """An unwritten tensor like ``tensor``, but with room for ``tokens``."""
-        shape = list(tensor.shape)
-        shape[self.token_dim] = tokens // self.group
-        return tensor.new_empty(shape) if self.fill is None else tensor.new_full(shape, self.fill)
-
     def room(self, tensor: Tensor) -> int:
         """Tokens that ``tensor`` has room for."""
         return tensor.shape[self.token_dim] * self.group
 
     def moved(self, old: Tensor, tokens: int, end: int | None = None) -> Tensor:
-        """What ``old`` holds, in a tensor with room for ``tokens``.
+        """The content of ``old`` in a tensor with room for ``tokens``.
 
-        ``end``: None, or of a ring, in which token ``t`` is at slot ``t % room``, where the last
-        token ends; the tokens that both have room for move to their slots then.
+        If ``end`` is given, both are rings, in which token ``t`` is at slot ``t % room``: of the
+        tokens before ``end``, those that both have room for move to their slots.
         """
-        new, dim, room = self.resized(old, tokens), self.token_dim, min(self.room(old), tokens)
+        dim, room = self.token_dim, min(self.room(old), tokens)
+        shape = (*old.shape[:dim], tokens // self.group, *old.shape[dim + 1 :])
+        new = old.new_empty(shape) if self.fill is None else old.new_full(shape, self.fill)
         if end is None:
             self.tokens(new, 0, room).copy_(self.tokens(old, 0, room))
             return new
         first = max(0, end - room)
-        rows = torch.arange(first // self.group, end // self.group, device=old.device)
-        kept = old.index_select(dim, rows % old.shape[dim])
-        return new.index_copy_(dim, rows % new.shape[dim], kept)
+        entries = torch.arange(first // self.group, end // self.group, device=old.device)
+        moved = old.index_select(dim, entries % old.shape[dim])
+        return new.index_copy_(dim, entries % new.shape[dim], moved)
 
     def tokens(self, tensor: Tensor, first: int, count: int) -> Tensor:
         """The entries of ``count`` tokens from slot ``first`` on, both multiples of `group`; a
@@ -105,27 +101,15 @@ class Field:
 
 
 class StateLayout:
-    """The fields of a state, in the order in which ops take its tensors: those that a cache tensor
-    has for itself, then those that all layers share.
-
-    Args:
-        fields: in any order of these two kinds.
-    """
+    """The fields of a state, in the order in which ops take its tensors: first those that a cache
+    tensor has for itself, then those that all layers share."""
 
     def __init__(self, *fields: Field) -> None:
         self.own = tuple(f for f in fields if not f.shared)
         self.shared = tuple(f for f in fields if f.shared)
         self.fields = (*self.own, *self.shared)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Of all fields."""
-        return tuple(f.name for f in self.fields)
-
-    @cached_property
-    def own_names(self) -> tuple[str, ...]:
-        """Of those that are not shared."""
-        return tuple(f.name for f in self.own)
+        self.names = tuple(f.name for f in self.fields)
+        self.own_names = tuple(f.name for f in self.own)
 
     @cached_property
     def overwritten(self) -> dict[Overwritten, tuple[str, ...]]:
@@ -135,15 +119,20 @@ class StateLayout:
         long = tuple(f.name for f in self.fields if f.overwritten != "never")
         return {"step": every, "prefill": long}
 
+    def encoded(self, suffix: str = "") -> tuple[Field, ...]:
+        """The fields of what `kvpass.format.quantize.encode` makes, in its order, of tokens whose
+        room is ``capacity`` with this suffix."""
+        return tuple(f for f in self.own if f.grows == f"capacity{suffix}" or f.constant)
+
     @cached_property
     def by_name(self) -> dict[str, Field]:
-        """The fields."""
+        """The fields by their names."""
         return {f.name: f for f in self.fields}
 
     @cached_property
     def tokens(self) -> str:
-        """The field that tells the shape and dtype ``[B, H, ..., D]`` of tokens: one that holds
-        them as they are."""
+        """The name of a field with the shape ``[B, H, ..., D]`` and the dtype of tokens: one that
+        holds them as they are."""
         return next(f.name for f in self.fields if f.exact)
 
     def __str__(self) -> str:
@@ -157,24 +146,22 @@ class StateLayout:
 
 
 def codec_fields(codec: Codec, suffix: str, overwritten: Overwritten = "never") -> Iterator[Field]:
-    """Words and their scales and minima, of what grows as ``capacity`` with this suffix."""
-    grows = f"capacity{suffix}"
-    room = {"grows": grows, "overwritten": overwritten}
-    words = ("batch", "heads", grows, f"words{suffix}")
-    yield Field(f"codes{suffix}", words, torch.int16, **room)  # type: ignore[arg-type]
-    name = f"qparams{suffix}"
+    """Words and their scales and minima, of tokens whose room is ``capacity`` with this suffix."""
+    grows, name = f"capacity{suffix}", f"qparams{suffix}"
+    field = partial(Field, grows=grows, overwritten=overwritten)
+    yield field(f"codes{suffix}", ("batch", "heads", grows, f"words{suffix}"), torch.int16)
     if codec.static_ranges:
         yield Field(name, ("batch", "heads", 1, "channels"), codec.qparam_dtype, constant=True)
     elif codec.axis == "channel":
         shape: tuple[Dim, ...] = ("batch", "heads", grows, "channels")
-        yield Field(name, shape, codec.qparam_dtype, group=codec.group, **room)  # type: ignore[arg-type]
+        yield field(name, shape, codec.qparam_dtype, group=codec.group)
     else:
         shape = ("batch", f"group_heads{suffix}", f"groups{suffix}", grows)
-        yield Field(name, shape, codec.qparam_dtype, **room)  # type: ignore[arg-type]
+        yield field(name, shape, codec.qparam_dtype)
 
 
 def codec_sizes(codec: Codec, suffix: str, heads: int, channels: int) -> dict[str, int]:
-    """What the names in the shapes of `codec_fields` stand for."""
+    """The sizes that the shapes of `codec_fields` name."""
     if codec.identity:
         return {}
     found = {f"words{suffix}": codec.words.count(channels)}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvpass.errors import OptionError, shown
+from kvpass.errors import OptionError, check, check_whole, shown
 from kvpass.format.filters import filter_named
 
 # A step of at most this many new tokens is a decode step: packed state is read in place. A longer
@@ -23,15 +23,15 @@ class RetentionPolicy:
     """The exact tokens: the first `sinks` and the last `window` always stay exact; those in between
     are packed `pack_every` at a time.
 
-    Of the last tokens a ratio may stay exact instead, if that is more than `window`. Its floor is
-    that of its decimals, and sinks do not count. Either rule keeps ``floor(ratio * T)`` of a first
-    prompt of ``T`` tokens.
+    Of the last tokens a ratio may stay exact instead, if that is more than `window`. Sinks do not
+    count. Either ratio keeps ``floor(ratio * T)`` of a first prompt of ``T`` tokens, computed from
+    its decimals.
 
     Attributes:
         window: tokens.
         pack_every: tokens.
         sinks: tokens (attention sinks: SKVQ, section 3.2, after StreamingLLM).
-        retained: tokens of every KV head that stay exact because ``filter`` likes them best.
+        retained: tokens of every KV head that stay exact because ``filter`` scores them highest.
         filter: the name of a filter, see `kvpass.format.filters`.
         pivotal: ratio of the tokens that were exact when a step ended, new ones included, as KVmix
             writes it ("Dynamic Pivotal Context Selection"). Every step applies it to what the last
@@ -49,12 +49,7 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         for name, least in (("window", 0), ("pack_every", 1), ("sinks", 0), ("retained", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise OptionError(
-                    f"{name}={shown(value)} is not supported; allowed: a whole number, at least "
-                    f"{least}."
-                )
+            check_whole(name, getattr(self, name), least)
         if self.filter is not None:
             filter_named(self.filter)
         if (self.filter is None) != (self.retained == 0):
@@ -65,11 +60,8 @@ class RetentionPolicy:
         for name in ("pivotal", "fraction"):
             ratio: Any = getattr(self, name)
             # Few decimals: products with numbers of tokens fit into 64 bits.
-            if type(ratio) is not float or not 0 <= ratio < 1 or round(ratio, 3) != ratio:
-                raise OptionError(
-                    f"{name}={shown(ratio)} is not supported; allowed: from 0.0 to 0.999, in "
-                    "steps of 0.001."
-                )
+            fits = type(ratio) is float and 0 <= ratio < 1 and round(ratio, 3) == ratio
+            check(name, ratio, fits, "from 0.0 to 0.999, in steps of 0.001")
         if self.pivotal and self.fraction:
             raise OptionError(
                 f"pivotal={self.pivotal} is not supported with fraction={self.fraction}; allowed: "
@@ -78,12 +70,12 @@ class RetentionPolicy:
 
     @cached_property
     def ratio(self) -> tuple[int, int]:
-        """Of the tokens that stay exact: numerator and denominator."""
+        """Numerator and denominator of the ratio of tokens that stay exact."""
         return Fraction(str(self.pivotal or self.fraction)).as_integer_ratio()
 
     @property
     def grows(self) -> bool:
-        """How many tokens stay exact depends on how many there are."""
+        """Whether the number of tokens that stay exact depends on that of all."""
         return bool(self.pivotal or self.fraction)
 
     def window_only(self) -> RetentionPolicy:
@@ -91,8 +83,8 @@ class RetentionPolicy:
         return RetentionPolicy(self.window, self.pack_every)
 
     def stay(self, exact: int, packed: int = 0) -> int:
-        """How many of ``exact`` unpacked tokens behind ``packed`` others stay so at least, if there
-        are as many. Sinks do not count. Both may be symbolic."""
+        """The least number of ``exact`` unpacked tokens behind ``packed`` others that stay so, if
+        there are as many. Sinks do not count. Both may be symbolic."""
         if not self.grows:
             return self.window
         numerator, denominator = self.ratio
@@ -101,8 +93,8 @@ class RetentionPolicy:
         return least
 
     def due(self, exact: int, packed: int = 0) -> int:
-        """How many of ``exact`` unpacked tokens behind ``packed`` others are to be packed now:
-        whole multiples of `pack_every` beyond those that `stay`. Sinks do not count.
+        """The number of ``exact`` unpacked tokens behind ``packed`` others to be packed now: whole
+        multiples of `pack_every` beyond those that `stay`. Sinks do not count.
 
         Both may be symbolic (`torch.sym_max` leaves no guard behind).
         """

@@ -1,11 +1,11 @@
-"""`Rope`: which channels of stored keys are still to be rotated by rotary embeddings."""
+"""`Rope`: which channels of stored keys rotary embeddings have yet to rotate."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ _NAME = re.compile(r"(halves|neighbours)(\d+)-(\d+)")
 class Rope:
     """Keys are stored as they were before their rotary embedding (KVQuant, section 3.2).
 
-    Channels ``start ... stop`` of each head are rotated in pairs when they are read. One *row* for
-    each token holds its cosines and sines, ``[..., stop - start]``: those of the pairs, first the
-    cosines, then the sines. All layers share the rows.
+    Channels ``start ... stop`` of each head are rotated in pairs when they are read. *cos_sin*
+    ``[..., stop - start]`` are the numbers of a token, the same for all layers: the cosines of the
+    pairs, then their sines.
 
     Attributes:
         kind: a pair is ``i`` and ``i + (stop - start) / 2``, or ``2i`` and ``2i + 1``.
@@ -49,32 +49,22 @@ class Rope:
     def parse(text: str) -> Rope:
         """The one that prints as ``text``, e.g. ``halves0-128``."""
         if match := _NAME.fullmatch(text):
-            kind: Literal["halves", "neighbours"] = (
-                "halves" if match[1] == "halves" else "neighbours"
-            )
-            return Rope(kind, int(match[2]), int(match[3]))
+            return Rope(cast(Any, match[1]), int(match[2]), int(match[3]))
         raise PlanError(
             f"Rotary embedding {shown(text)} cannot be read; allowed: e.g. 'halves0-128'."
         )
 
     @property
     def channels(self) -> int:
-        """That are rotated; as many numbers are a row."""
+        """The number of channels that are rotated, and of cosines and sines together."""
         return self.stop - self.start
 
-    def turn(self, x: Tensor, rows: Tensor) -> Tensor:
-        """``x`` ``[B, H, n, D]``, rotated by ``rows`` ``[B or 1, n, channels]``, in the dtype of
+    def rotate(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """``x`` ``[B, H, n, D]``, rotated by ``cos_sin`` ``[B or 1, n, channels]``, in the dtype of
         ``x`` (computed in float32)."""
-        cos, sin = rows.float().unsqueeze(1).chunk(2, dim=-1)
-        part = x[..., self.start : self.stop].float()
-        if self.kind == "halves":
-            a, b = part.chunk(2, dim=-1)
-        else:
-            a, b = part[..., 0::2], part[..., 1::2]
-        rotated = (a * cos - b * sin, b * cos + a * sin)
-        if self.kind == "halves":
-            joined = torch.cat(rotated, dim=-1)
-        else:
-            joined = torch.stack(rotated, dim=-1).flatten(-2)
-        parts = (x[..., : self.start], joined.to(x.dtype), x[..., self.stop :])
-        return torch.cat(parts, dim=-1)
+        cos, sin = cos_sin.float().unsqueeze(1).chunk(2, dim=-1)
+        dim = -2 if self.kind == "halves" else -1
+        shape = (2, -1) if self.kind == "halves" else (-1, 2)
+        a, b = x[..., self.start : self.stop].float().unflatten(-1, shape).unbind(dim)
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim).flatten(-2).to(x.dtype)
+        return torch.cat([x[..., : self.start], rotated, x[..., self.stop :]], dim=-1)

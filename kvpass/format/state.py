@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -22,10 +22,10 @@ class StateTensors:
         window: exact tokens ``[B, H, ring, D]``, token ``t`` at slot ``t % ring``.
         sinks: the first tokens ``[B, H, S, D]``.
         outliers: int32 ``[B, C, N]`` of packed tokens.
-        retained, positions: tokens ``[B, H, N, D]`` that a filter keeps exact, and where they
-            stand, int32 ``[B, H, N]`` (-1: none).
+        retained, positions: tokens ``[B, H, N, D]`` that a filter keeps exact, and their positions,
+            int32 ``[B, H, N]`` (-1: none).
         segment_ends: int32 ``[B, segments]``, the position at which each segment ends.
-        cos_sin: see `kvpass.ops.rotary`; all layers hold the same.
+        cos_sin: see `kvpass.ops.cos_sin`; all layers hold the same.
     """
 
     plan: TensorPlan
@@ -40,23 +40,28 @@ class StateTensors:
     cos_sin: Tensor
 
     @property
+    def row_ends(self) -> list[int]:
+        """The ends of the segments, which are the same in every sequence of a batch."""
+        ends: list[list[int]] = self.segment_ends.tolist()
+        return ends[0] if ends else [0] * self.segment_ends.shape[1]
+
+    @property
     def capacity(self) -> int:
         """Tokens that the packed segment has room for."""
         return self.codes.shape[2]
 
 
 class State(StateTensors):
-    """A view of the tensors that cross the boundary of an op; those that all layers share may be
-    left out."""
+    """A view of the tensors that cross the boundary of an op: all of the layout, or all but those
+    that layers share."""
 
     def __init__(self, tensors: Sequence[Tensor], plan: TensorPlan) -> None:
-        """Of all tensors of the layout, or of those that are not shared."""
         self.plan = plan
         self.__dict__.update(zip(plan.layout.names, tensors, strict=False))
 
     @staticmethod
     def of(tensors: Sequence[Tensor], plan: str) -> State:
-        """By a printed plan, as ops get it."""
+        """The state with a printed plan, as ops get it."""
         return State(tensors, parse_plan(plan))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -68,12 +73,12 @@ class State(StateTensors):
 
     @property
     def layout(self) -> StateLayout:
-        """Of the plan."""
+        """The fields that these tensors are."""
         return self.plan.layout
 
     @property
     def tensors(self) -> list[Tensor]:
-        """As ops take them."""
+        """The tensors in the order in which ops take them."""
         return [self[f.name] for f in self.layout.fields if f.name in self]
 
     @property
@@ -82,12 +87,12 @@ class State(StateTensors):
         return self[self.layout.tokens]
 
     def length(self, row: int = 0) -> int:
-        """Tokens of a sequence of the batch."""
+        """The number of tokens of a sequence of the batch."""
         return self.plan.length(self.segment_ends[row].tolist())
 
 
 def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> State:
     """Unwritten state with room for ``tokens`` packed tokens shaped like ``new`` ``[B, H, T, D]``,
     without what all layers share."""
-    sizes: Mapping[str, int] = plan.sizes(new.shape, tokens)
+    sizes = plan.sizes(new.shape, tokens)
     return State([f.empty(new, sizes) for f in plan.layout.own], plan)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,6 +27,11 @@ _PLAN = re.compile(
     r"(,retained=(?P<retained>\d+),filter=(?P<filter>\w+))?)?"
     r"(/window_size=(?P<window_size>\d+))?(/room=(?P<room>\d+))?(/rope=(?P<rope>\w+-\d+))?"
 )
+# The fields of a `RetentionPolicy` as they are printed, and how they are read.
+_RETENTION: dict[str, Callable[[str], Any]] = {
+    "sinks": int, "window": int, "pack_every": int, "pivotal": float, "fraction": float,
+    "retained": int, "filter": str,
+}  # fmt: skip
 
 _LIST = re.compile(rf"(?<=clip|izes|book){NUMBER}(?:,{NUMBER})+")
 
@@ -42,11 +47,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How one cache tensor (the keys or the values of one layer) is stored.
+    """The storage of one cache tensor (the keys or the values of one layer).
 
     Attributes:
-        codec: of the tokens that have left the exact window.
-        retention: which those are.
+        codec: the storage of tokens that have left the exact window.
+        retention: which tokens stay exact.
         window_size: tokens that a sliding window leaves in the cache between two steps, None for
             all. Token ``t`` is then stored at slot ``t % capacity``, so that whole groups leave by
             being overwritten.
@@ -62,6 +67,8 @@ class TensorPlan:
 
     # Whether keys may be stored before their rotary embedding.
     takes_rope: ClassVar[bool] = True
+    # Behind the names of the ops that work on tokens stored so.
+    op_suffix: ClassVar[str] = ""
 
     codec: Codec = FP
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -77,18 +84,16 @@ class TensorPlan:
         for name in ("window_size", "room"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise PlanError(
-                    f"{name}={shown(value)} is not supported; allowed: a positive number of tokens."
-                )
+                allowed = "a positive number of tokens"
+                raise PlanError(f"{name}={shown(value)} is not supported; allowed: {allowed}.")
         if self.window_size is not None and (self.sinks or self.retained):
             raise PlanError(
                 f"sinks={self.sinks} and retained={self.retained} cannot stay where only "
                 f"{self.window_size} tokens do."
             )
         if self.window_size is not None and self.grows:
-            raise PlanError(
-                f"No ratio of the tokens can stay exact where only {self.window_size} stay."
-            )
+            tokens = self.window_size
+            raise PlanError(f"No ratio of the tokens can stay exact where only {tokens} stay.")
         if self.retention.pack_every % self.codec.token_group:
             raise PlanError(
                 f"group {self.codec.token_group} of {self.codec} does not divide the residual of "
@@ -100,24 +105,22 @@ class TensorPlan:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
-        text = str(self.codec)
+        parts = [str(self.codec)]
         if not self.codec.identity:
-            sinks = f"sinks={self.sinks}," if self.sinks else ""
-            text += f"/{sinks}window={self.retention.window},pack_every={self.retention.pack_every}"
-            for name in ("pivotal", "fraction"):
-                if ratio := getattr(self.retention, name):
-                    text += f",{name}={ratio}"
-            if self.retained:
-                text += f",retained={self.retained},filter={self.retention.filter}"
-        if self.window_size is not None:
-            text += f"/window_size={self.window_size}"
-        if self.room is not None:
-            text += f"/room={self.room}"
-        return text if self.rope is None else f"{text}/rope={self.rope}"
+            values = ((name, getattr(self.retention, name)) for name in _RETENTION)
+            printed = (f"{name}={value}" for name, value in values if value or name == "window")
+            parts.append(",".join(printed))
+        limits = ((name, getattr(self, name)) for name in ("window_size", "room", "rope"))
+        return "/".join([*parts, *(f"{name}={x}" for name, x in limits if x is not None)])
 
     def summary(self) -> str:
-        """Printed for people: of lists with a number for each group, the least and the largest."""
-        return _LIST.sub(_ends, str(self))
+        """The plan as people read it: of lists with a number for each group, the extremes."""
+
+        def extremes(found: re.Match[str]) -> str:
+            numbers = sorted(found[0].split(","), key=float)
+            return f"{numbers[0]}..{numbers[-1]}"
+
+        return _LIST.sub(extremes, str(self))
 
     @classmethod
     def read(cls, text: str) -> Self | None:
@@ -125,19 +128,11 @@ class TensorPlan:
         match = _PLAN.fullmatch(text)
         if match is None or (match["window"] is None) != (match["codec"] == "fp"):
             return None
-        codec = Codec.parse(match["codec"])
-        retention = RetentionPolicy()
-        if not codec.identity:
-            window, pack_every, sinks, retained = (
-                int(match[name] or 0) for name in ("window", "pack_every", "sinks", "retained")
-            )
-            ratios = (float(match[name] or 0) for name in ("pivotal", "fraction"))
-            retention = RetentionPolicy(
-                window, pack_every, sinks, retained, match["filter"], *ratios
-            )
+        retention = {n: read(x) for n, read in _RETENTION.items() if (x := match[n])}
         window_size, room = (int(x) if (x := match[n]) else None for n in ("window_size", "room"))
         rope = Rope.parse(match["rope"]) if match["rope"] else None
-        return cls(codec, retention, window_size, room, rope)
+        codec = Codec.parse(match["codec"])
+        return cls(codec, RetentionPolicy(**retention), window_size, room, rope)
 
     def sliding(self, window_size: int) -> TensorPlan:
         """This plan for a cache that keeps the last ``window_size`` tokens.
@@ -150,15 +145,9 @@ class TensorPlan:
             return TensorPlan(window_size=window_size, rope=self.rope)
         return replace(self, retention=self.retention.window_only(), window_size=window_size)
 
-    @staticmethod
-    def op(name: str) -> str:
-        """The op of the ``kvpass`` namespace that does ``append``, ``attention`` or ``unpack`` on
-        tokens stored so."""
-        return name
-
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Of all tokens that may be packed."""
+        """The codecs of packed tokens."""
         return (self.codec,)
 
     @property
@@ -167,11 +156,16 @@ class TensorPlan:
         return self
 
     def one_codec(self) -> None:
-        """For what stores all tokens by one codec.
+        """Refuses a plan that stores packed tokens by several codecs.
 
         Raises:
-            PlanError: if this plan does not.
+            PlanError: if this is one.
         """
+        if self.uniform is not self:
+            raise PlanError(
+                f"The bits of chunks ({self}) are those of a request; this needs a plan of one "
+                "codec for all tokens."
+            )
 
     def unsupported_pair(self, values: TensorPlan) -> str | None:
         """Why keys stored so cannot be attended to beside ``values``, or None."""
@@ -186,17 +180,16 @@ class TensorPlan:
         it is full, and the graph that begins one looks like the graph that begins a buffer which
         never slides.
         """
-        return replace(
-            self, retention=self.retention.window_only(), window_size=room - 1, room=room
-        )
+        retention = self.retention.window_only()
+        return replace(self, retention=retention, window_size=room - 1, room=room)
 
     def length(self, ends: Sequence[int]) -> int:
-        """Tokens of a sequence whose segments end there."""
+        """The number of tokens of a sequence whose segments end at ``ends``."""
         return ends[-1]
 
     def visible(self, total: int, new: int) -> int:
-        """How many of ``total`` tokens the attention of a step that has added ``new`` can see: the
-        last ones."""
+        """The number of tokens, of ``total`` the last ones, that attention sees in a step which has
+        added ``new``."""
         return total if self.window_size is None else min(total, self.window_size + new)
 
     @property
@@ -216,15 +209,16 @@ class TensorPlan:
 
     @property
     def ring(self) -> int:
-        """Slots of the exact window (0 for ``fp``); if a ratio stays exact, the least number."""
+        """Slots of the exact window (0 for ``fp``); if a ratio stays exact, at least so many."""
         return self.ring_slots(0)
 
     def ring_slots(self, tokens: int) -> int:
         """Slots of the exact window: what it can hold, and room for one step (0 for ``fp``).
 
         Args:
-            tokens: of which a ratio stays exact; may be symbolic. Room for one step more is then
-                included: a failed one must not overwrite what a pivotal ratio has made it pack.
+            tokens: their number, of which a ratio stays exact; may be symbolic. Room for one step
+                more is then included: a failed one must not overwrite what a pivotal ratio has made
+                it pack.
         """
         if self.codec.identity:
             return 0
@@ -238,7 +232,7 @@ class TensorPlan:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Oldest tokens first."""
+        """The segments, that of the oldest tokens first."""
         packed = Segment(self.codec)
         if self.codec.identity:
             return (packed,)
@@ -248,62 +242,55 @@ class TensorPlan:
     @cached_property
     def layout(self) -> StateLayout:
         """The tensors that tokens are stored in."""
-        ends = Field("segment_ends", ("batch", len(self.segments)), torch.int32,
-                     overwritten=self._ends_overwritten)  # fmt: skip
+        # Ends change otherwise than by new tokens behind the last ones where a step may pack tokens
+        # that another one of its length would not.
+        often: Overwritten = "step" if self.retention.pivotal or self.retained else "prefill"
+        shape = ("batch", len(self.segments))
+        ends = Field("segment_ends", shape, torch.int32, overwritten=often)
         return StateLayout(*self._token_fields(), ends, *self._shared_fields())
 
     @property
-    def _ends_overwritten(self) -> Overwritten:
-        """How often ends change otherwise than by new tokens behind the last ones: where a step may
-        pack tokens that another one of its length would not."""
-        return "step" if self.retention.pivotal or self.retained else "prefill"
-
-    @property
     def _ring_overwritten(self) -> Overwritten:
-        """How often tokens take the place of others in what grows: in a ring, see `slots`."""
+        """The steps in which tokens replace others in fields that grow: these are rings where a
+        window slides."""
         return "never" if self.window_size is None else "prefill"
 
     def _token_fields(self) -> tuple[Field, ...]:
         tokens, ring = ("batch", "heads"), self._ring_overwritten
+        grown = partial(Field, grows="capacity", overwritten=ring)
         if self.codec.identity:
-            exact = Field("codes", (*tokens, "capacity", "channels"), grows="capacity", exact=True)
-            return (replace(exact, overwritten=ring),)
-        codec, int32 = self.codec, torch.int32
-        found = [*codec_fields(codec, "", ring)]
+            return (grown("codes", (*tokens, "capacity", "channels"), exact=True),)
+        found = [*codec_fields(self.codec, "", ring)]
+        window = ("window", (*tokens, "window", "channels"))
         grows = "window" if self.grows else None
-        found.append(Field("window", (*tokens, "window", "channels"), grows=grows, exact=True,
-                           overwritten="prefill"))  # fmt: skip
+        found.append(Field(*window, grows=grows, exact=True, overwritten="prefill"))
         if self.sinks:
             found.append(Field("sinks", (*tokens, self.sinks, "channels"), exact=True))
-        if codec.outliers:
-            found.append(Field("outliers", ("batch", "capacity", codec.outliers), int32,
-                               grows="capacity", overwritten=ring))  # fmt: skip
-        if self.retained:
-            found += [
-                Field("retained", (*tokens, self.retained, "channels"), exact=True, fill=0,
-                      overwritten="step"),
-                Field("positions", (*tokens, self.retained), int32, fill=-1, overwritten="step"),
-            ]  # fmt: skip
+        if count := self.codec.outliers:
+            found.append(grown("outliers", ("batch", "capacity", count), torch.int32))
+        if count := self.retained:
+            every = partial(Field, overwritten="step")
+            found.append(every("retained", (*tokens, count, "channels"), exact=True, fill=0))
+            found.append(every("positions", (*tokens, count), torch.int32, fill=-1))
         return tuple(found)
 
     def _shared_fields(self) -> tuple[Field, ...]:
         if self.rope is None:
             return ()
-        shape = ("rows", "cos_sin", self.rope.channels)
-        return (Field("cos_sin", shape, grows="cos_sin", shared=True,
-                      overwritten=self._ring_overwritten),)  # fmt: skip
+        shape, ring = ("rows", "cos_sin", self.rope.channels), self._ring_overwritten
+        return (Field("cos_sin", shape, grows="cos_sin", shared=True, overwritten=ring),)
 
     @cached_property
     def growing(self) -> dict[str, int]:
-        """The fields that grow with the context, and the dimension along which they do; none in a
-        static cache."""
+        """The fields that grow with the context, and along which dimension; none in a static
+        cache."""
         if self.room is not None:
             return {}
         return {f.name: f.token_dim for f in self.layout.fields if f.grows is not None}
 
     def sizes(self, shape: Sequence[int], tokens: int) -> dict[str, int]:
-        """What the names in the shapes of `layout` stand for, where ``tokens`` are packed of a
-        prompt of this ``shape`` ``[B, H, T, D]``."""
+        """The sizes that the shapes of `layout` name, where ``tokens`` are packed of a prompt of
+        this ``shape`` ``[B, H, T, D]``."""
         batch, heads, length, channels = shape
         found = {"batch": batch, "heads": heads, "channels": channels}
         found |= {"capacity": self.capacity(tokens), "window": self.ring_slots(length - self.sinks)}
@@ -332,21 +319,15 @@ class TensorPlan:
         return tokens if self.window_size is None else min(tokens, self.window_size)
 
     def skipped(self, tokens: int) -> int:
-        """Of a first prompt's ``tokens``, how many of the oldest no later step can see, in whole
-        runs that are packed together. ``tokens`` may be symbolic."""
+        """The number of the oldest of a first prompt's ``tokens`` that no later step can see, in
+        whole runs that are packed together. ``tokens`` may be symbolic."""
         if self.window_size is None:
             return 0
         beyond: int = torch.sym_max(tokens - (self.room or self.window_size), 0)
         return beyond // self.retention.pack_every * self.retention.pack_every
 
     def packed(self, tokens: int) -> int:
-        """Of ``tokens`` that arrive at once, how many a prefill packs. ``tokens`` may be
-        symbolic."""
+        """The number of tokens that a prefill of ``tokens`` packs. ``tokens`` may be symbolic."""
         if self.codec.identity:
             return tokens
         return self.retention.due(tokens - self.sinks)
-
-
-def _ends(found: re.Match[str]) -> str:
-    numbers = sorted(found[0].split(","), key=float)
-    return f"{numbers[0]}..{numbers[-1]}"

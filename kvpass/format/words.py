@@ -20,22 +20,29 @@ class WordFormat(ABC):
 
     Attributes:
         struct: its name in ``lowering/cpp``.
-        bits: of a code; where words have places to spare, of a code in full words.
         planes: runs of consecutive channels that a token's words hold, one code of each in a word.
+        parts: words that share the code of each plane.
+        padded: the last words may have spare slots.
     """
 
     struct: str
-    bits: float
     planes: int
+    parts: int = 1
+    padded: bool = False
+
+    @property
+    def bits(self) -> float:
+        """Bits of a code, in words without spare slots."""
+        return 16 * self.parts / self.planes
 
     def count(self, head_dim: int) -> int:
         """16-bit words that hold ``head_dim`` codes."""
-        return int(head_dim * self.bits) // 16
+        return self.parts * -(-head_dim // self.planes)
 
     def unsupported_reason(self, head_dim: int) -> str | None:
         """Why ``head_dim`` codes cannot be laid out in whole words, or None."""
-        if head_dim * self.bits % 16:
-            return f"head_dim {head_dim} at {self.bits} bits does not fill whole 16-bit words"
+        if head_dim % self.planes and not self.padded:
+            return f"head_dim {head_dim} at {self.bits:g} bits does not fill whole 16-bit words"
         return None
 
     def saturated(self, codes: Tensor) -> Tensor:
@@ -50,28 +57,22 @@ class WordFormat(ABC):
     @abstractmethod
     def unpack(self, words: Tensor) -> Tensor:
         """float32 codes from int16 words ``[..., W]``; exact inverse of `pack`, with the codes of
-        spare places, which are 0, behind those of the last channel."""
+        spare slots, which are 0, behind those of the last channel."""
 
 
 class Planes(WordFormat):
     """1, 2, 4 and 8 bits: plane ``j`` is bits ``[j*bits, (j+1)*bits)``; ``W = D * bits / 16``."""
 
     def __init__(self, bits: int) -> None:
-        super().__init__(f"Bits<{bits}>", bits, 16 // bits)
+        super().__init__(f"Bits<{bits}>", 16 // bits)
 
     def pack(self, codes: Tensor) -> Tensor:
         """See `WordFormat.pack`."""
-        width = int(self.bits)
-        planes = codes.view(*codes.shape[:-1], self.planes, codes.shape[-1] // self.planes)
-        return _joined(planes, range(0, 16, width)).to(torch.int16)
+        return _shifted(_planes(codes, self.planes), 16 // self.planes).to(torch.int16)
 
     def unpack(self, words: Tensor) -> Tensor:
         """See `WordFormat.unpack`."""
-        width = int(self.bits)
-        shifts = torch.arange(0, 16, width, dtype=torch.int16, device=words.device).unsqueeze(-1)
-        # An arithmetic shift is enough: the mask removes the copies of the sign bit.
-        planes = (words.unsqueeze(-2) >> shifts) & ((1 << width) - 1)
-        return planes.flatten(-2).to(torch.float32)
+        return _split(words, 16 // self.planes, self.planes).flatten(-2).float()
 
 
 class LowHigh(WordFormat):
@@ -79,7 +80,7 @@ class LowHigh(WordFormat):
     bits, then ``D / 16`` words with their high bits."""
 
     def __init__(self) -> None:
-        super().__init__("ThreeBits", 3, 16)
+        super().__init__("ThreeBits", 16, parts=3)
 
     def pack(self, codes: Tensor) -> Tensor:
         """See `WordFormat.pack`."""
@@ -92,39 +93,25 @@ class LowHigh(WordFormat):
 
 
 class Ternary(WordFormat):
-    """1.5 bits, three levels in base 3: five digits in a byte, since 3^5 = 243 fits into 256.
+    """1.5 bits, three values in base 3: five digits in a byte, since 3^5 = 243 fits into 256.
 
-    Planes 0 to 4 are the digits of a word's low byte, the least one first, planes 5 to 9 those of
+    Planes 0 to 4 are the digits of a word's low byte, the lowest one first, planes 5 to 9 those of
     its high byte; ``W = ceil(D / 10)``. That is 1.6 bits a code where ten divides ``D``.
     """
 
-    _DIGITS = 5
-
     def __init__(self) -> None:
-        super().__init__("Ternary", 1.6, 2 * self._DIGITS)
-
-    def count(self, head_dim: int) -> int:
-        """See `WordFormat.count`."""
-        return -(-head_dim // self.planes)
-
-    def unsupported_reason(self, head_dim: int) -> str | None:
-        """None: the last word may have places to spare."""
-        return None
+        super().__init__("Ternary", 10, padded=True)
 
     def pack(self, codes: Tensor) -> Tensor:
         """See `WordFormat.pack`."""
-        powers = [3**digit << 8 * byte for byte in range(2) for digit in range(self._DIGITS)]
-        scale = torch.tensor(powers, dtype=torch.int32, device=codes.device).unsqueeze(-1)
-        words = (_filled(codes, self.planes) * scale).sum(-2, dtype=torch.int32)
-        return words.to(torch.int16)
+        powers = _powers_of_3(codes.device)
+        digits = _planes(codes, self.planes) * torch.cat([powers, powers << 8])
+        return digits.sum(-2, dtype=torch.int32).to(torch.int16)
 
     def unpack(self, words: Tensor) -> Tensor:
         """See `WordFormat.unpack`."""
-        whole = words.to(torch.int32)
-        powers = [3**digit for digit in range(self._DIGITS)]
-        divisors = torch.tensor(powers, device=words.device).unsqueeze(-1)
-        parts = [(x.unsqueeze(-2) // divisors) % 3 for x in (whole & 0xFF, (whole >> 8) & 0xFF)]
-        return torch.cat(parts, dim=-2).flatten(-2).to(torch.float32)
+        digits = _split(words, 8, 2).unsqueeze(-2) // _powers_of_3(words.device) % 3
+        return digits.flatten(-3).float()
 
 
 class Pack11(WordFormat):
@@ -136,15 +123,7 @@ class Pack11(WordFormat):
     """
 
     def __init__(self) -> None:
-        super().__init__("Pack11", 32 / 11, 11)
-
-    def count(self, head_dim: int) -> int:
-        """See `WordFormat.count`."""
-        return 2 * -(-head_dim // self.planes)
-
-    def unsupported_reason(self, head_dim: int) -> str | None:
-        """None: plane 10 may have places to spare."""
-        return None
+        super().__init__("Pack11", 11, parts=2, padded=True)
 
     def saturated(self, codes: Tensor) -> Tensor:
         """See `WordFormat.saturated`."""
@@ -153,17 +132,16 @@ class Pack11(WordFormat):
 
     def pack(self, codes: Tensor) -> Tensor:
         """See `WordFormat.pack`."""
-        whole = _joined(_filled(codes, self.planes), range(0, 33, 3))
-        return torch.cat([whole, whole >> 16], dim=-1).to(torch.int16)
+        both = _shifted(_planes(codes, self.planes), 3)
+        return torch.cat([both, both >> 16], dim=-1).to(torch.int16)
 
     def unpack(self, words: Tensor) -> Tensor:
         """See `WordFormat.unpack`."""
         low, high = (half.to(torch.int32) & 0xFFFF for half in words.chunk(2, dim=-1))
-        shifts = torch.arange(0, 33, 3, dtype=torch.int32, device=words.device).unsqueeze(-1)
-        planes = ((high << 16 | low).unsqueeze(-2) >> shifts) & 7
+        planes = _split(high << 16 | low, 3, self.planes)
         # Plane 10 has two bits; above them are copies of the sign.
         planes[..., 10, :] &= 3
-        return planes.flatten(-2).to(torch.float32)
+        return planes.flatten(-2).float()
 
 
 TERNARY, PACK11 = Ternary(), Pack11()
@@ -171,16 +149,26 @@ TERNARY, PACK11 = Ternary(), Pack11()
 BY_BITS: dict[float, WordFormat] = {n: Planes(n) for n in (1, 2, 4, 8)} | {3: LowHigh()}
 
 
-def _filled(codes: Tensor, planes: int) -> Tensor:
-    """Codes ``[..., D]`` as ``[..., planes, ceil(D / planes)]``, 0 in spare places."""
+def _planes(codes: Tensor, planes: int) -> Tensor:
+    """Codes ``[..., D]`` as ``[..., planes, ceil(D / planes)]``, 0 in spare slots."""
     count = -(-codes.shape[-1] // planes)
     filled = pad(codes, (0, planes * count - codes.shape[-1]))
     return filled.view(*codes.shape[:-1], planes, count)
 
 
-def _joined(planes: Tensor, shifts: range) -> Tensor:
-    """int32 ``[..., W]`` with plane ``j`` of ``[..., planes, W]`` shifted left by ``shifts[j]``."""
+def _shifted(planes: Tensor, bits: int) -> Tensor:
+    """int32 ``[..., W]`` with plane ``j`` of ``[..., planes, W]`` shifted left by ``j * bits``."""
     words = planes[..., 0, :].clone()
-    for j, shift in enumerate(shifts):
-        words |= planes[..., j, :] << shift
+    for j in range(1, planes.shape[-2]):
+        words |= planes[..., j, :] << j * bits
     return words
+
+
+def _split(words: Tensor, bits: int, planes: int) -> Tensor:
+    """Inverse of `_shifted`. An arithmetic shift will do: the mask removes copies of the sign."""
+    shifts = torch.arange(0, planes * bits, bits, dtype=words.dtype, device=words.device)
+    return (words.unsqueeze(-2) >> shifts.unsqueeze(-1)) & ((1 << bits) - 1)
+
+
+def _powers_of_3(device: torch.device) -> Tensor:
+    return torch.tensor([1, 3, 9, 27, 81], dtype=torch.int32, device=device).unsqueeze(-1)

@@ -1,4 +1,5 @@
-"""Calls that rewrites add to a graph, with the example values that later stages look at."""
+"""Calls that rewrites add to a graph, with the example values that later stages look at, and calls
+that they leave unread."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ from typing import Any
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+
+from kvpass._torch import derived_source
+from kvpass.graph.analysis.effects import written
+from kvpass.graph.spellings import OPS, VIEWS, op_name
+from kvpass.ops import logical
 
 
 def add_call(graph: Graph, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
@@ -34,3 +40,40 @@ def four_dimensional(x: Node) -> Node:
     """``x`` with dimensions of size one in front, four in all."""
     missing = 4 - x.meta["example_value"].dim()
     return add_call(x.graph, operator.getitem, x, (None,) * missing) if missing else x
+
+
+def add_argument(graph: Graph, name: str, example: Any) -> Node:
+    """One more placeholder, behind the others, of what Dynamo does not know."""
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node.meta["example_value"] = example
+    derived_source(graph, node)
+    return node
+
+
+def erase_unread(node: Node) -> None:
+    """Erases ``node`` if nothing reads it and it has no effect, then what only it had read.
+
+    The graph's own dead-code elimination takes methods that write in place for pure ones.
+    """
+    if node._erased or node.users or node.op not in ("call_function", "call_method"):
+        return
+    # Appends to static caches have an effect.
+    if node.target in logical.LOGICAL or _writes_to_others(node):
+        return
+    inputs = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in inputs:
+        erase_unread(source)
+
+
+def _writes_to_others(node: Node) -> bool:
+    """Whether ``node`` may write to anything but a new tensor that it alone reads."""
+    targets = written(node, unknown=False)
+    return targets != written(node) or any(
+        list(target.users) != [node]
+        or op_name(target) not in OPS.keys() - VIEWS
+        or _writes_to_others(target)
+        for target in targets
+    )

@@ -6,7 +6,7 @@ Nodes of ``kvpass.ops.logical`` have keyword arguments only, without those that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from torch.fx import Graph, Node
@@ -28,18 +28,18 @@ class LogicalCall:
 
     @classmethod
     def of(cls, node: Node) -> Self | None:
-        """Those of ``node``; None if it calls another op."""
+        """The arguments of ``node``; None if it calls another op."""
         return cls(**node.kwargs) if node.target in cls.targets else None
 
     @classmethod
     def at(cls, node: Node) -> Self:
-        """Those of ``node``, which calls such an op."""
+        """The arguments of ``node``, which calls such an op."""
         found = cls.of(node)
         assert found is not None, f"{node.name} is no {cls.__name__}"
         return found
 
     def insert(self, graph: Graph, target: Callable[..., Any] | None = None) -> Node:
-        """A call where nodes are inserted now, of the first of `targets` unless told otherwise."""
+        """A call where nodes are inserted now, of the first of `targets` or of ``target``."""
         return graph.call_function(target or self.targets[0], (), self._kwargs())
 
     def write(self, node: Node) -> None:
@@ -47,12 +47,8 @@ class LogicalCall:
         node.args, node.kwargs = (), self._kwargs()
 
     def _kwargs(self) -> dict[str, Any]:
-        given = {f.name: (f, getattr(self, f.name)) for f in fields(self)}
-        return {name: x for name, (f, x) in given.items() if not _is_default(f, x)}
-
-
-def _is_default(field: Field[Any], value: Any) -> bool:
-    return field.default is not MISSING and value is field.default
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: x for name, (x, default) in values.items() if x is not default}
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class AppendCall(LogicalCall):
     whole: bool = False
     order: Node | None = None
     ranges: Node | None = None
-    rows: Node | None = None
+    cos_sin: Node | None = None
     rope: str | None = None
 
     @property

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
+from kvpass.graph.logical_calls import PermuteCall, PermuteWeightCall
 from kvpass.ops import logical
 
 _PREFIX = "_constant_"
@@ -48,9 +49,9 @@ def inverse(index: Tensor) -> Tensor:
 
 def embedded(index: Tensor, start: int, channels: int) -> Tensor:
     """``index`` on the channels from ``start`` on, of ``channels``; the others stay."""
-    whole = torch.arange(channels).expand(*index.shape[:-1], channels).clone()
-    whole[..., start : start + index.shape[-1]] = index + start
-    return whole
+    every = torch.arange(channels).expand(*index.shape[:-1], channels).clone()
+    every[..., start : start + index.shape[-1]] = index + start
+    return every
 
 
 def part(index: Tensor, start: int, stop: int) -> Tensor | None:
@@ -66,9 +67,9 @@ def merged(index: Tensor, sizes: Sequence[int]) -> Tensor | None:
     view as ``[..., *sizes]``; None if it depends on the other dimensions, too."""
     if any(size != 1 for size in index.shape[: -len(sizes)]):
         return None
-    places = torch.arange(math.prod(sizes)).view(*sizes)
+    channels = torch.arange(math.prod(sizes)).view(*sizes)
     inner = index.reshape(index.shape[-len(sizes) :])
-    return torch.take_along_dim(places, inner.expand(*sizes), dim=-1).flatten()
+    return torch.take_along_dim(channels, inner.expand(*sizes), dim=-1).flatten()
 
 
 def flat(index: Tensor) -> Tensor | None:
@@ -78,16 +79,13 @@ def flat(index: Tensor) -> Tensor | None:
 
 def index_of(node: Node) -> Tensor:
     """The index of a ``permute_channels`` or the order of a ``permute_weight``, on the CPU."""
-    order = node.args[1]
-    assert isinstance(order, Node)
-    return constant_value(order).cpu()
+    call = PermuteCall.of(node) or PermuteWeightCall.at(node)
+    return constant_value(call.order).cpu()
 
 
 def constant_value(order: Node) -> Tensor:
     """The tensor of a ``get_attr`` node that `constant_node` made."""
-    owner = order.graph.owning_module
-    assert owner is not None
-    return owner.get_buffer(str(order.target))
+    return _owner(order.graph).get_buffer(str(order.target))
 
 
 def on_device(index: Tensor, device: torch.device) -> Tensor:
@@ -98,8 +96,7 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
 
 def constant_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
     """The constant ``index`` on a device: one node for all that are equal."""
-    owner = graph.owning_module
-    assert owner is not None
+    owner = _owner(graph)
     text = f"{tuple(index.shape)} {device}".encode() + index.numpy().tobytes()
     name = f"{_PREFIX}{hashlib.sha256(text).hexdigest()[:16]}"
     known: list[Node] = [n for n in graph.find_nodes(op="get_attr") if n.target == name]
@@ -114,12 +111,16 @@ def constant_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
 
 def drop_constants(graph: Graph) -> None:
     """Takes all constants from the graph's module: none is read any more."""
-    owner = graph.owning_module
-    assert owner is not None
+    owner = _owner(graph)
     for node in [n for n in graph.find_nodes(op="get_attr") if is_constant(n)]:
         graph.erase_node(node)
     for name in [n for n, _ in owner.named_buffers() if n.startswith(_PREFIX)]:
         delattr(owner, name)
+
+
+def _owner(graph: Graph) -> GraphModule:
+    assert graph.owning_module is not None
+    return graph.owning_module
 
 
 def is_constant(node: Node) -> bool:
@@ -141,13 +142,13 @@ def permuted(x: Node, index: Tensor, kind: str = "up", before: Node | None = Non
     if is_identity(index):
         return x
     example = x.meta["example_value"]
-    order = constant_node(x.graph, index, example.device)
+    call = PermuteCall(x, constant_node(x.graph, index, example.device))
     for user in x.users if before is None else ():
-        if user.target is logical.permute_channels and user.args == (x, order):
+        if PermuteCall.of(user) == call:
             return user
     after = max(x, _first_op(x.graph).prev) if before is None else before.prev
     with x.graph.inserting_after(after):
-        node = x.graph.call_function(logical.permute_channels, (x, order))
+        node = call.insert(x.graph)
     node.meta = {k: v for k, v in x.meta.items() if k in ("nn_module_stack", "stack_trace")}
     node.meta["permutation"] = kind
     sizes = zip(example.shape, index.shape, strict=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from kvpass._torch import constant, source_name
-from kvpass.graph.pattern import op_name
+from kvpass.graph.spellings import op_name
 from kvpass.tensor.packed import PackedKV
 
 _ATTENTION = ("sdpa", "softmax")

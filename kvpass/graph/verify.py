@@ -20,15 +20,13 @@ def verify_rewritten(graph: Graph) -> None:
     graph.lint()
     for node in graph.nodes:
         if is_packed(node):
-            strange = [
-                u for u in node.users if u.target not in logical.LOGICAL and u.op != "output"
-            ]
-            if strange:
-                raise GraphError(f"{strange[0].name} reads {node.name}, which is packed.")
+            for user in node.users:
+                if user.target not in logical.LOGICAL and user.op != "output":
+                    raise GraphError(f"{user.name} reads {node.name}, which is packed.")
         if (call := AppendCall.of(node)) is None:
             continue
-        if call.rope is not None and (call.parsed.rope is not None or call.rows is None):
-            raise GraphError(f"{node.name} cannot turn {call.new} before it is stored.")
+        if call.rope is not None and (call.parsed.rope is not None or call.cos_sin is None):
+            raise GraphError(f"{node.name} cannot rotate {call.new} before it is stored.")
         if (past := call.past) is not None:
             others = [u for u in past.users if AppendCall.of(u) is not None]
             if len(others) > 1:

@@ -21,8 +21,9 @@ class Explanation:
     """The compiled graphs of a model. Print it for a summary.
 
     Attributes:
+        model: the name of its class.
         graphs: one report per compiled graph; ``.before``, ``.after`` and ``.bound`` are FX graph
-        modules.
+            modules.
     """
 
     model: str
@@ -45,31 +46,26 @@ class Explanation:
     __repr__ = __str__
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Writes the summary, the graphs of every stage and the generated kernels.
-
-        Returns:
-            The files written.
-        """
+        """Writes the summary, the graphs of every stage and the generated kernels; returns the
+        files."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         texts = {"explain.txt": str(self)}
         for report in self.graphs:
             for stage in ("before", "after", "bound"):
-                module = getattr(report, stage)
-                name = f"graph_{report.index}_{stage}.py"
-                texts[name] = module.print_readable(print_output=False)
-        written = []
+                text = getattr(report, stage).print_readable(print_output=False)
+                texts[f"graph_{report.index}_{stage}.py"] = text
         for name, text in texts.items():
             (target / name).write_text(text)
-            written.append(target / name)
-        kernels = {kernel for report in self.graphs for kernel in report.kernels()}
-        written += [Path(shutil.copy(kernel, target)) for kernel in sorted(kernels)]
-        return written
+        kernels = sorted({kernel for report in self.graphs for kernel in report.kernels()})
+        return [
+            *(target / name for name in texts),
+            *(Path(shutil.copy(kernel, target)) for kernel in kernels),
+        ]
 
 
 def explain(model: torch.nn.Module) -> Explanation:
-    """What kvpass did to ``model``: what fired, what was refused and why, codecs, providers,
-    bytes."""
+    """What kvpass did to ``model``: rules that fired, or refused and why, providers, bytes."""
     inner = getattr(model, "_orig_mod", model)
     found = tuple(report for report in reports() if report.belongs_to(inner))
     return Explanation(type(inner).__name__, found)
@@ -77,10 +73,9 @@ def explain(model: torch.nn.Module) -> Explanation:
 
 def describe(report: GraphReport) -> str:
     """One graph in words."""
-    total = sum(report.seconds.values())
     lines = [
         f"\ngraph {report.index}: {report.kind}, recipe {report.recipe}, run by {report.inner}, "
-        f"compiled in {total:.1f} s"
+        f"compiled in {sum(report.seconds.values()):.1f} s"
     ]
     by_path: dict[str, list[str]] = {}
     for event in report.events:
@@ -89,39 +84,29 @@ def describe(report: GraphReport) -> str:
     for texts, group in groupby(by_path.items(), key=lambda item: item[1]):
         paths = [path or "(top level)" for path, _ in group]
         span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} layers)"
-        lines.append(f"  {span}")
-        lines += [f"    {text}" for text in texts]
-    identities = dict.fromkeys((e.rule, e.identity) for e in report.events if e.identity)
-    for rule, identity in identities:
+        lines += [f"  {span}", *(f"    {text}" for text in texts)]
+    for rule, identity in dict.fromkeys((e.rule, e.identity) for e in report.events if e.identity):
         lines += [f"  {rule}: {line}" for line in identity.split("\n")]
     if not report.events:
         lines.append("  nothing to rewrite: the graph runs unchanged")
-    lines += _providers(report)
-    lines += [f"  warning: {message}" for message in report.warnings]
-    lines += _bytes(report)
-    return "\n".join(lines)
-
-
-def _providers(report: GraphReport) -> list[str]:
     chosen = Counter((c.op, c.provider, c.declined) for c in report.choices)
-    lines = []
     for (op, provider, declined), count in chosen.items():
         reasons = "".join(f"; {name} declined: {reason}" for name, reason in declined)
         lines.append(f"  op {op}: {provider} x{count}{reasons}")
-    return lines
+    lines += [f"  warning: {message}" for message in report.warnings]
+    return "\n".join([*lines, *_cache_now(report)])
 
 
-def _bytes(report: GraphReport) -> list[str]:
-    handles = [h for ref in report.live if isinstance(h := ref(), PackedKV)]
-    current = [h for h in handles if not h.stale]
-    if not current:
+def _cache_now(report: GraphReport) -> list[str]:
+    """The state, the size and the bits of the cache tensors that the last call returned."""
+    handles = [h for ref in report.live if isinstance(h := ref(), PackedKV) and not h.stale]
+    if not handles:
         return []
-    held = held_bytes(current)
-    plain = sum(h.numel() * h.dtype.itemsize for h in current)
-    bits = stored_bits(current)
-    layouts = {h.plan.summary(): h.plan.layout for h in current}
+    plain = sum(h.numel() * h.dtype.itemsize for h in handles)
+    layouts = {h.plan.summary(): h.plan.layout for h in handles}
     return [
         *(f"  state of {plan}: {layout}" for plan, layout in layouts.items()),
-        f"  cache now: {len(current)} tensors of {current[0].shape[2]} tokens, {held:,} bytes held "
-        f"({plain:,} in {current[0].dtype}), {bits:.2f} bits per element",
+        f"  cache now: {len(handles)} tensors of {handles[0].shape[2]} tokens, "
+        f"{held_bytes(handles):,} bytes held ({plain:,} in {handles[0].dtype}), "
+        f"{stored_bits(handles):.2f} bits per element",
     ]

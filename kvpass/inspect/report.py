@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +30,15 @@ class GraphReport:
         index: in the order of compilation.
         recipe: the name of the recipe or plan.
         before, after: Dynamo's graph, and the graph after the rules; ``print_readable()`` shows
-        them.
+            them.
         bound: the graph as it was compiled, on inner tensors.
         events: what each rule did or refused.
         choices: which provider runs each op, and who declined.
-        warnings: what the user was told.
+        warnings: messages for the user.
         inner: what compiled the graph.
         capture_obstacle: why CUDA graphs may not replay it; None if they may.
-        seconds: per named pass.
-        kernels: gives the generated source files of this process so far, and the op of each.
+        seconds: for each named pass.
+        kernels: returns the generated source files of this process so far, and the op of each.
         live: the cache tensors that the last call returned.
     """
 
@@ -82,19 +83,16 @@ class GraphReport:
 
 _lock = threading.Lock()
 _reports: weakref.WeakSet[GraphReport] = weakref.WeakSet()
-_count = 0
+_numbers = count()
 
 
 def new_report(recipe: str, before: GraphModule, example_inputs: Sequence[Any]) -> GraphReport:
     """A report that lives as long as the compiled graph holds it."""
-    global _count
+    report = GraphReport(next(_numbers), recipe, before, before, before)
+    parameters = (x for x in example_inputs if isinstance(x, torch.nn.Parameter))
+    report._parameters = [weakref.ref(x) for x in parameters]
     with _lock:
-        report = GraphReport(_count, recipe, before, before, before)
-        _count += 1
         _reports.add(report)
-    report._parameters = [
-        weakref.ref(x) for x in example_inputs if isinstance(x, torch.nn.Parameter)
-    ]
     return report
 
 

@@ -13,7 +13,7 @@ from kvpass.format.state import State
 from kvpass.ops.library import define
 from kvpass.ops.unpack import unpacked
 
-_ARGUMENTS = (
+ATTENTION_ARGUMENTS = (
     "(Tensor q, Tensor[] keys, Tensor[] values, Tensor? mask, float scale, str k_plan, str v_plan, "
     "Tensor? sinks=None, bool causal=False, int window=0, float softcap=0.0) -> Tensor"
 )
@@ -50,13 +50,8 @@ class AttentionArguments(NamedTuple):
 
     @property
     def states(self) -> tuple[State, State]:
-        """Keys and values by the names of their tensors."""
+        """Keys and values."""
         return State.of(self.keys, self.k_plan), State.of(self.values, self.v_plan)
-
-
-def attention_schema(name: str) -> str:
-    """Of an op with `AttentionArguments`."""
-    return name + _ARGUMENTS
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -83,25 +78,24 @@ def dense_attention(a: AttentionArguments, k: Tensor, v: Tensor) -> Tensor:
     The query heads that share a KV head are laid out as rows of one matrix; torch's ``enable_gqa``
     would copy keys and values once per query head.
     """
-    q, sinks, softcap = a.q, a.sinks, a.softcap
-    b, heads, n, d = q.shape
-    groups = heads // k.shape[1]
-    rows = q.reshape(b, k.shape[1], groups * n, d)
-    mask = _bounded(a.mask, n, k.shape[2], a.causal, a.window, q.device)
+    b, heads, n, d = a.q.shape
+    kv_heads, groups = k.shape[1], heads // k.shape[1]
+    q = a.q.reshape(b, kv_heads, groups * n, d)
+    mask = _bounded(a, k.shape[2])
     if mask is not None:
-        mask = mask_rows(mask, k.shape[1], groups, n)
+        mask = mask_rows(mask, kv_heads, groups, n)
     # SDPA takes no mask of higher precision than the query's (ALiBi in float32, say).
     wide = mask is not None and mask.dtype not in (torch.bool, q.dtype)
-    if softcap or sinks is not None or wide:
-        columns = None if sinks is None else sinks.view(1, -1, 1, 1).expand(b, -1, n, 1)
-        if columns is not None:
-            columns = columns.reshape(b, k.shape[1], groups * n, 1)
+    if a.softcap or a.sinks is not None or wide:
         # What SDPA has no arguments for; in float32.
-        scores = rows.float() @ k.float().transpose(2, 3) * a.scale
-        weights = attention_weights(scores, mask, softcap, columns)
-        out = (weights @ v.float()).to(rows.dtype)
+        sinks = a.sinks
+        if sinks is not None:
+            sinks = sinks.view(1, -1, 1, 1).expand(b, -1, n, 1).reshape(b, kv_heads, groups * n, 1)
+        scores = q.float() @ k.float().transpose(2, 3) * a.scale
+        weights = attention_weights(scores, mask, a.softcap, sinks)
+        out = (weights @ v.float()).to(q.dtype)
     else:
-        out = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=a.scale)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale)
     return out.reshape(b, heads, n, v.shape[3]).contiguous()
 
 
@@ -112,21 +106,19 @@ def _dense(state: State, n: int, dtype: torch.dtype) -> Tensor:
     return unpacked(state, p.visible(total, n), dtype)
 
 
-def _bounded(
-    mask: Tensor | None, n: int, length: int, causal: bool, window: int, device: torch.device
-) -> Tensor | None:
-    """``mask``, its first ``length`` columns, with what the bounds hide hidden too."""
-    if mask is not None:
-        mask = mask[..., :length]
-    if not causal and not window:
+def _bounded(a: AttentionArguments, length: int) -> Tensor | None:
+    """The first ``length`` columns of the mask, with what the bounds hide hidden too."""
+    mask = None if a.mask is None else a.mask[..., :length]
+    if not a.causal and not a.window:
         return mask
-    key = torch.arange(length, device=device)
-    query = (length - n + torch.arange(n, device=device)).unsqueeze(1)
-    seen = torch.ones(n, length, dtype=torch.bool, device=device)
-    if causal:
+    n = a.q.shape[2]
+    key = torch.arange(length, device=a.q.device)
+    query = torch.arange(length - n, length, device=a.q.device).unsqueeze(1)
+    seen = torch.ones(n, length, dtype=torch.bool, device=a.q.device)
+    if a.causal:
         seen &= key <= query
-    if window:
-        seen &= key > query - window
+    if a.window:
+        seen &= key > query - a.window
     if mask is None:
         return seen.view(1, 1, n, length)
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
@@ -135,11 +127,8 @@ def _bounded(
 def attention_weights(
     scores: Tensor, mask: Tensor | None, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Softmax of scores ``[B, H, rows, T]``, which are capped and masked before.
-
-    ``mask``: bool (True is visible) or additive; ``sinks``: one more score ``[B, H, rows, 1]`` for
-    each row, which takes weight. See `attention`.
-    """
+    """Softmax of scores ``[B, H, rows, T]``, which are capped and masked before; ``sinks`` are one
+    more score ``[B, H, rows, 1]`` for each row. See `AttentionArguments`."""
     tokens = scores.shape[3]
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
@@ -164,4 +153,4 @@ def attention_fake(*args: Any, **kwargs: Any) -> Tensor:
     return a.q.new_empty((*a.q.shape[:3], a.states[1].tokens.shape[3]))
 
 
-define(attention_schema("attention"), attention, attention_fake)
+define("attention" + ATTENTION_ARGUMENTS, attention, attention_fake)

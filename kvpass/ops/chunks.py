@@ -7,31 +7,28 @@ own, and exact tokens have the last one. A token's position is stored beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import Codec
-from kvpass.format.quantize import decode, encode
+from kvpass.format.quantize import encode
 from kvpass.format.state import State
+from kvpass.ops.append import APPEND_ARGUMENTS
 from kvpass.ops.attention import (
+    ATTENTION_ARGUMENTS,
     AttentionArguments,
     attention_fake,
-    attention_schema,
     dense_attention,
 )
+from kvpass.ops.cos_sin import rotated
 from kvpass.ops.library import define, returns_nothing
-from kvpass.ops.rotary import rotated
-from kvpass.ops.unpack import unpack_fake
+from kvpass.ops.unpack import decoded, unpack_fake
 
-REORDER = "reorder_chunks(Tensor new, Tensor[] slots, str plan) -> Tensor[]"
-EXTEND = "extend_chunks(Tensor(a!)[] state, Tensor new, Tensor[] slots, str plan) -> ()"
-APPEND = (
-    "append_chunks(Tensor(a!)[] state, Tensor new, str plan, Tensor? rows=None, str? rope=None) "
-    "-> ()"
-)
+REORDER = "reorder_chunks(Tensor new, Tensor[] scatter_index, str plan) -> Tensor[]"
+EXTEND = "extend_chunks(Tensor(a!)[] state, Tensor new, Tensor[] scatter_index, str plan) -> ()"
 UNPACK = "unpack_chunks(Tensor[] state, SymInt tokens, str plan, ScalarType dtype) -> Tensor"
 # From a codec and whole groups of tokens to the fields of a segment.
 Encode = Callable[[Codec, Tensor], Sequence[Tensor]]
@@ -40,96 +37,89 @@ Encode = Callable[[Codec, Tensor], Sequence[Tensor]]
 def chunked(state: Sequence[Tensor], plan: str) -> tuple[State, ChunkedPlan]:
     """The state by its names, and the plan."""
     named = State.of(state, plan)
-    assert isinstance(named.plan, ChunkedPlan)
-    return named, named.plan
+    return named, cast(ChunkedPlan, named.plan)
 
 
-def reorder_chunks(new: Tensor, slots: list[Tensor], plan: str) -> list[Tensor]:
+def reorder_chunks(new: Tensor, scatter_index: list[Tensor], plan: str) -> list[Tensor]:
     """Reference of ``kvpass::reorder_chunks``: a first prompt.
 
     Args:
         new: ``[B, H, T, D]``, floating; all tokens of the prompt.
-        slots: for each codec of the plan, then for exact tokens: which tokens go there, int32
-            ``[B, tiles, TensorPlan.tile]``, each row's in rising order, -1 behind its end. Together
-            they name every token once. Of a codec, every row has whole groups.
+        scatter_index: for each codec of the plan, then for exact tokens: which tokens go there,
+            int32 ``[B, tiles, TensorPlan.tile]``, each row's in rising order, -1 behind its end.
+            Together they name every token once. Of a codec, every row has whole groups.
         plan: a printed `ChunkedPlan`.
 
     Returns:
-        The state without positions, with as much room as there are slots.
+        The state without positions, with as much room as the index has slots.
     """
-    return reordered(new, slots, plan, encoded)
+    return reordered(new, scatter_index, plan, encode)
 
 
-def reordered(new: Tensor, slots: list[Tensor], plan: str, encode_as: Encode) -> list[Tensor]:
+def reordered(
+    new: Tensor, scatter_index: list[Tensor], plan: str, encode_as: Encode
+) -> list[Tensor]:
     """`reorder_chunks`, with what encodes whole groups of tokens."""
     _, p = chunked((), plan)
-    found = {"segment_ends": _counts(slots)}
-    for segment, (codec, places) in enumerate(zip(p.codecs, slots, strict=True)):
-        parts = encode_as(codec, _taken(new, places))
-        found |= dict(zip(p.segment_fields(segment), parts, strict=False))
-    return [found[f.name] for f in p.layout.own]
+    found = {"segment_ends": _counts(scatter_index)}
+    for segment, (codec, index) in enumerate(zip(p.codecs, scatter_index, strict=True)):
+        parts = encode_as(codec, _taken(new, index))
+        found |= zip(p.segment_fields(segment), parts, strict=True)
+    return [found[name] for name in p.layout.own_names]
 
 
-def reorder_chunks_fake(new: Tensor, slots: list[Tensor], plan: str) -> list[Tensor]:
+def reorder_chunks_fake(new: Tensor, scatter_index: list[Tensor], plan: str) -> list[Tensor]:
     """Shapes of `reorder_chunks`."""
     _, p = chunked((), plan)
-    room = [places.shape[1] * places.shape[2] for places in slots]
-    sizes = p.chunk_sizes(new.shape, room)
+    sizes = p.chunk_sizes(new.shape, [index.shape[1] * index.shape[2] for index in scatter_index])
     return [f.empty(new, sizes) for f in p.layout.own]
 
 
-def extend_chunks(state: list[Tensor], new: Tensor, slots: list[Tensor], plan: str) -> None:
+def extend_chunks(state: list[Tensor], new: Tensor, scatter_index: list[Tensor], plan: str) -> None:
     """Reference of ``kvpass::extend_chunks``: a later prompt's tokens join each row's segments.
 
     Args:
         state: see `kvpass.format.chunked_plan`, without positions; with room.
-        new, slots, plan: as of `reorder_chunks`.
+        new, scatter_index, plan: as of `reorder_chunks`.
     """
     s, p = chunked(state, plan)
-    rows: list[list[int]] = s.segment_ends.tolist()
-    counts = _counts(slots)
-    counted: list[list[int]] = counts.tolist()
-    for segment, (codec, places) in enumerate(zip(p.codecs, slots, strict=True)):
-        parts = encoded(codec, _taken(new, places))
+    counts = _counts(scatter_index)
+    for segment, (codec, index) in enumerate(zip(p.codecs, scatter_index, strict=True)):
+        rows = list(
+            zip(s.segment_ends[:, segment].tolist(), counts[:, segment].tolist(), strict=True)
+        )
+        parts = encode(codec, _taken(new, index))
         for name, part in zip(p.segment_fields(segment), parts, strict=True):
             field = p.layout[name]
-            for row, (ends, news) in enumerate(zip(rows, counted, strict=True)):
-                into = field.tokens(s[name][row : row + 1], ends[segment], news[segment])
-                into.copy_(field.tokens(part[row : row + 1], 0, news[segment]))
+            for row, (end, count) in enumerate(rows):
+                into = field.tokens(s[name][row : row + 1], end, count)
+                into.copy_(field.tokens(part[row : row + 1], 0, count))
     s.segment_ends.add_(counts)
 
 
-def _taken(new: Tensor, slots: Tensor) -> Tensor:
-    """The tokens in ``slots`` ``[B, tiles, tile]`` as ``[B, H, N, D]``; any token where there is
-    none."""
-    index = slots.flatten(1).clamp(min=0).long()
-    return new.gather(2, index[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]))
+def _taken(new: Tensor, index: Tensor) -> Tensor:
+    """The tokens of a segment as ``[B, H, N, D]``; any token where the index has none."""
+    tokens = index.flatten(1).clamp(min=0).long()
+    return new.gather(2, tokens[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]))
 
 
-def encoded(codec: Codec, tokens: Tensor) -> Sequence[Tensor]:
-    """What the fields of a segment hold of ``tokens``."""
-    return (tokens,) if codec.identity else encode(codec, tokens)
-
-
-def _counts(slots: list[Tensor]) -> Tensor:
-    return torch.stack([(s >= 0).sum((1, 2)) for s in slots], dim=1).to(torch.int32)
+def _counts(scatter_index: list[Tensor]) -> Tensor:
+    """The tokens of each row and segment, int32 ``[B, segments]``."""
+    return torch.stack([(i >= 0).sum((1, 2)) for i in scatter_index], dim=1).to(torch.int32)
 
 
 def append_chunks(
     state: list[Tensor],
     new: Tensor,
     plan: str,
-    rows: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     rope: str | None = None,
 ) -> None:
     """Reference of ``kvpass::append_chunks``, see `kvpass.ops.append.append`: the new tokens
     ``[B, H, n, D]`` of a decode step go behind each row's exact ones."""
-    s, _ = chunked(state, plan)
-    if rows is not None and rope is not None:
-        new = rotated(new, rows, rope)
+    s, new = State.of(state, plan), rotated(new, cos_sin, rope)
     # Without asking the device where.
-    steps = torch.arange(new.shape[2], device=new.device)
-    slots = s.segment_ends[:, -1:] + steps
+    slots = s.segment_ends[:, -1:] + torch.arange(new.shape[2], device=new.device)
     rows = torch.arange(new.shape[0], device=new.device).unsqueeze(1)
     s.codes.transpose(1, 2).index_put_((rows, slots), new.transpose(1, 2))
     s.segment_ends[:, -1] += new.shape[2]
@@ -150,14 +140,13 @@ def positions(state: State, plan: ChunkedPlan) -> list[Tensor]:
     """
     found, ends = [], state.segment_ends.long()
     total = ends.sum(1, keepdim=True)
-    for i, name in enumerate(plan.chunk_positions):
-        places = state[name]
-        room = state[plan.segment_fields(i)[0]].shape[2]
-        end = ends[:, i : i + 1]
+    for segment, name in enumerate(plan.chunk_positions):
+        end, stored = ends[:, segment : segment + 1], state[name]
+        room = state[plan.segment_fields(segment)[0]].shape[2]
         slots = torch.arange(room, device=ends.device)
-        known = torch.full((ends.shape[0], room), -1, device=ends.device)
-        known[:, : places.shape[1]] = places[:, :room]
-        if i == len(plan.chunk_codecs):
+        known = torch.full((len(ends), room), -1, device=ends.device)
+        known[:, : stored.shape[1]] = stored[:, :room]
+        if segment == len(plan.chunk_codecs):
             known = torch.where(known < 0, total - end + slots, known)
         found.append(known.masked_fill(slots >= end, -1))
     return found
@@ -170,16 +159,19 @@ def unpack_chunks(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtyp
 
 
 def _unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
-    p = s.plan
-    assert isinstance(p, ChunkedPlan)
-    segments = range(len(p.codecs))
-    parts = [_decoded(p.codecs[i], [s[n] for n in p.segment_fields(i)], dtype) for i in segments]
-    stored = torch.cat(parts, dim=2)
-    places = torch.cat(positions(s, p), dim=1)
+    p = cast(ChunkedPlan, s.plan)
+    stored = torch.cat(
+        [
+            decoded(codec, [s[name] for name in p.segment_fields(segment)], dtype)
+            for segment, codec in enumerate(p.codecs)
+        ],
+        dim=2,
+    )
+    known = torch.cat(positions(s, p), dim=1)
     # Slots without a token go behind the last position.
-    places = torch.where((places < 0) | (places >= tokens), tokens, places)
-    slots = torch.arange(places.shape[1], device=places.device).expand_as(places)
-    source = slots.new_zeros((places.shape[0], tokens + 1)).scatter(1, places, slots)[:, :tokens]
+    known = torch.where((known < 0) | (known >= tokens), tokens, known)
+    slots = torch.arange(known.shape[1], device=known.device).expand_as(known)
+    source = slots.new_zeros((len(known), tokens + 1)).scatter(1, known, slots)[:, :tokens]
     index = source[:, None, :, None].expand(-1, stored.shape[1], -1, stored.shape[3])
     return stored.gather(2, index)
 
@@ -190,16 +182,11 @@ def decoded_chunk(state: State, plan: ChunkedPlan, segment: int, row: int, first
     names = plan.segment_fields(segment)
     parts = [plan.layout[n].tokens(state[n][row : row + 1], first, plan.chunk) for n in names]
     codec = plan.codecs[segment]
-    return _decoded(codec, parts, parts[0].dtype if codec.identity else torch.float32)[0]
-
-
-def _decoded(codec: Codec, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Inverse of `encoded`."""
-    return parts[0].to(dtype) if codec.identity else decode(codec, parts[0], parts[1], dtype)
+    return decoded(codec, parts, parts[0].dtype if codec.identity else torch.float32)[0]
 
 
 define(REORDER, reorder_chunks, reorder_chunks_fake)
 define(EXTEND, extend_chunks, returns_nothing)
-define(APPEND, append_chunks, returns_nothing)
-define(attention_schema("attention_chunks"), attention_chunks, attention_fake)
+define("append_chunks" + APPEND_ARGUMENTS, append_chunks, returns_nothing)
+define("attention_chunks" + ATTENTION_ARGUMENTS, attention_chunks, attention_fake)
 define(UNPACK, unpack_chunks, unpack_fake)

@@ -36,7 +36,7 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
 
 def op_of(plan: TensorPlan, name: str) -> Any:
     """The op that does ``append``, ``attention`` or ``unpack`` on tokens stored by ``plan``."""
-    return getattr(torch.ops.kvpass, plan.op(name)).default
+    return getattr(torch.ops.kvpass, f"{name}{plan.op_suffix}").default
 
 
 def returns_nothing(*_: object, **__: object) -> None:

@@ -13,14 +13,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvpass.cocktail.call import place
-from kvpass.cocktail.placement import ChunkFormat
+from kvpass.cocktail.placement import ChunkFormat, place
+from kvpass.format.channels import ChannelOrder
 from kvpass.format.chunked_plan import ChunkedPlan
-from kvpass.format.order import ChannelOrder
 from kvpass.format.parse import parse_plan
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
+from kvpass.ops.cos_sin import rotated
 from kvpass.ops.library import op_of
-from kvpass.ops.rotary import rotated
 from kvpass.tensor import native
 from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
@@ -33,44 +32,43 @@ def append(
     whole: bool = False,
     order: Tensor | None = None,
     ranges: Tensor | None = None,
-    rows: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     rope: str | None = None,
 ) -> PackedKV:
     """``new`` ``[B, H, n, D]`` after ``past``; a first prompt's state if ``past`` is None.
 
     A static cache's ``past`` is extended in place.
 
-    ``order``: the `ChannelOrder` ``[H, D]`` of the result, and of ``past``; ``new`` comes in it.
-
-    ``ranges``: params ``[H, 1, D]`` of a first prompt's codec, if they are calibrated.
-
-    ``rows``: cosines and sines of ``new``, which is not rotated by them yet, see
-    `kvpass.format.rope.Rope`. They are kept beside it, if it is rotated when it is read.
-
-    ``rope``: how ``new`` is rotated by its rows before it is stored.
-
-    ``whole``: all of a first prompt is kept although a window slides, since some of it may be
-    taken back.
+    Args:
+        past: the tokens before.
+        new: in ``order``.
+        plan: a printed `TensorPlan`.
+        whole: all of a first prompt is kept although a window slides, since some of it may be taken
+            back.
+        order: the `ChannelOrder` ``[H, D]`` of the result, and of ``past``.
+        ranges: qparams ``[H, 1, D]`` of a first prompt's codec, if they are calibrated.
+        cos_sin: cosines and sines of ``new``, which is not rotated by them yet, see
+            `kvpass.format.rope.Rope`. They are kept beside it, if it is rotated when it is read.
+        rope: how ``new`` is rotated by them before it is stored.
     """
-    if rows is not None and rope is not None:
-        new, rows = rotated(new, rows, rope), None
+    if cos_sin is not None and rope is not None:
+        new, cos_sin = rotated(new, cos_sin, rope), None
     if past is None:
         p, tokens = parse_plan(plan), new.shape[2]
         stored = replace(p, window_size=None) if whole else p
         state = torch.ops.kvpass.pack.default(new, str(stored), ranges)
-        if rows is not None:
-            state.append(torch.ops.kvpass.pack_rotary.default(rows, str(stored)))
+        if cos_sin is not None:
+            state.append(torch.ops.kvpass.pack_cos_sin.default(cos_sin, str(stored)))
         kept = None if order is None else ChannelOrder.of(order)
         return PackedKV.of_prompt(state, p, tokens, new.dtype, kept, stored)
     if past.plan.room is not None:
         torch.ops.kvpass.append.default(past.own, new, plan)
         past.written += new.shape[2]
         return past
-    past.check()
     copy = cast(PackedKV, past.clone())
-    if rows is not None:
-        copy.reserve_cos_sin(rows.shape[1], copy.shape[2] + rows.shape[1])
-        torch.ops.kvpass.append_rotary.default(copy.cos_sin, rows, copy.segment_ends, plan)
+    if cos_sin is not None:
+        copy.reserve_cos_sin(cos_sin.shape[1], copy.shape[2] + cos_sin.shape[1])
+        torch.ops.kvpass.append_cos_sin.default(copy.cos_sin, cos_sin, copy.segment_ends, plan)
     return native.extend(copy, new)
 
 
@@ -88,12 +86,13 @@ def attention(
     """Softmax attention of ``q`` ``[B, Hq, n, D]`` over packed keys and values, see
     `kvpass.ops.attention.attention`. The query comes in the order of the keys' storage, the result
     in that of the values'."""
-    plans = (str(keys.plan), str(values.plan))
-    variant = (sinks, causal, window, softcap)
-    out: Tensor = op_of(keys.plan, "attention")(
-        q, keys.state, values.state, mask, scale, *plans, *variant
-    )
-    return out
+    return cast(
+        Tensor,
+        op_of(keys.plan, "attention")(
+            q, keys.state, values.state, mask, scale, str(keys.plan), str(values.plan),
+            sinks, causal, window, softcap,
+        ),
+    )  # fmt: skip
 
 
 def reorder_chunks(
@@ -105,25 +104,21 @@ def reorder_chunks(
 ) -> PackedKV:
     """`append` of a prompt by a `ChunkedPlan`: ``new`` ``[B, H, n, D]`` in the order of the bits
     that `kvpass.cocktail.use` has set for its chunks; see `kvpass.ops.chunks`."""
-    p = parse_plan(plan)
-    assert isinstance(p, ChunkedPlan)
-    if isinstance(past, ChunkedKV):
-        past.check()
-        copy = cast(ChunkedKV, past.clone())
-        placed = place([copy], ChunkFormat.of([p]), new.shape[0], new.shape[2], new.device)
-        torch.ops.kvpass.extend_chunks.default(copy.own, new, placed.slots, plan)
-        return placed.extended(copy.extended(new.shape[2]))
-    placed = place([], ChunkFormat.of([p]), new.shape[0], new.shape[2], new.device)
-    made = torch.ops.kvpass.reorder_chunks.default(new, placed.slots, plan)
-    kept = None if order is None else ChannelOrder.of(order)
-    return placed.fresh(made, p, new.shape[2], new.dtype, kept)
+    p = cast(ChunkedPlan, parse_plan(plan))
+    pasts = [] if past is None else [cast(ChunkedKV, past.clone())]
+    placed = place(pasts, ChunkFormat.of([p]), new.shape[0], new.shape[2], new.device)
+    if pasts:
+        torch.ops.kvpass.extend_chunks.default(pasts[0].own, new, placed.scatter_index, plan)
+        return placed.extended(pasts[0].extended(new.shape[2]))
+    state = torch.ops.kvpass.reorder_chunks.default(new, placed.scatter_index, plan)
+    return placed.fresh(state, p, new.dtype, None if order is None else ChannelOrder.of(order))
 
 
 def slide(packed: PackedKV) -> PackedKV:
     """The tokens that a sliding window leaves in the cache."""
-    keep = packed.plan.window_size
-    assert keep is not None
-    return cast(PackedKV, packed[:, :, -keep:])
+    tokens = packed.plan.window_size
+    assert tokens is not None
+    return cast(PackedKV, packed[:, :, -tokens:])
 
 
 def unpack(packed: PackedKV) -> Tensor:
@@ -154,13 +149,8 @@ def permute_weight(weight: Tensor, order: Tensor, dim: int) -> Tensor:
     return out
 
 
+# fmt: off
 LOGICAL = (
-    append,
-    attention,
-    permute_channels,
-    permute_weight,
-    reorder_chunks,
-    slide,
-    stored,
-    unpack,
+    append, attention, permute_channels, permute_weight, reorder_chunks, slide, stored, unpack,
 )
+# fmt: on

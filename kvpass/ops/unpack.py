@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvpass.format.filters import restored
+from kvpass.format.codec import Codec
+from kvpass.format.filters import with_retained
 from kvpass.format.quantize import decode
 from kvpass.format.state import State
-from kvpass.ops.append import read_window, row_ends
 from kvpass.ops.library import define
-from kvpass.ops.pack import ring_runs
-from kvpass.ops.rotary import read_rows
+from kvpass.ops.ring import read_ring, ring_runs
 
 SCHEMA = "unpack(Tensor[] state, SymInt tokens, str plan, ScalarType dtype) -> Tensor"
 
@@ -25,7 +26,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
             slides (the last ``T`` tokens are wanted then) or the cache is static (what is not
             written yet is zero).
         plan: a printed `TensorPlan`.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Returns:
         ``[B, H, T, D]``.
@@ -35,7 +36,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
 
 def unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
     """`unpack`, of a state by its names."""
-    p, ends, like = s.plan, row_ends(s.segment_ends), s.tokens
+    p, ends, like = s.plan, s.row_ends, s.tokens
     total = tokens if p.window_size is None else ends[-1]
     first = max(0, total - tokens)
     out = like.new_empty((*like.shape[:2], tokens, like.shape[3]), dtype=dtype)
@@ -49,41 +50,38 @@ def unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
         out[:, :, start - first : packed - first] = read_packed(s, start, packed, dtype)
     if not p.codec.identity:
         exact = max(packed, first)
-        out[:, :, exact - first : total - first] = read_window(s.window, exact, total)
+        out[:, :, exact - first : total - first] = read_ring(s.window, exact, total)
     if p.rope is not None:
-        rows = read_rows(s.cos_sin, first, total)
-        out[:, :, : total - first] = p.rope.turn(out[:, :, : total - first], rows)
+        cos_sin, keys = read_ring(s.cos_sin, first, total, dim=1), out[:, :, : total - first]
+        out[:, :, : total - first] = p.rope.rotate(keys, cos_sin)
     out[:, :, total - first :] = 0
     return out
 
 
 def read_packed(state: State, first: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Packed tokens ``first ... end``, decoded, or exact where a filter has kept them; not rotated
-    by rotary embeddings."""
+    """Packed tokens ``first ... end``, decoded, or exact where a filter has retained them; not
+    rotated by rotary embeddings."""
     plan, codec = state.plan, state.plan.codec
-    g, parts = codec.token_group, []
     first, end = first - plan.sinks, end - plan.sinks
-    # From the beginning of a group: its tokens share their params.
-    start = first // g * g
+    # From the beginning of a group: its tokens share their qparams.
+    start = first // codec.token_group * codec.token_group
+    runs = []
     for slot, _, n in ring_runs(start, end - start, state.capacity):
-        parts.append(decoded(state, slot, n, dtype))
-    out = torch.cat(parts, dim=2)[:, :, first - start :]
+        fields = state.layout.encoded()
+        parts = [state[f.name] if f.constant else f.tokens(state[f.name], slot, n) for f in fields]
+        runs.append(decoded(codec, parts, dtype))
+    out = torch.cat(runs, dim=2)[:, :, first - start :]
     if not plan.retained:
         return out
-    return restored(out, first + plan.sinks, state.retained, state.positions)
+    return with_retained(out, first + plan.sinks, state.retained, state.positions)
 
 
-def decoded(state: State, slot: int, n: int, dtype: torch.dtype) -> Tensor:
-    """The ``n`` packed tokens from ``slot`` on, both whole groups."""
-    layout, codec = state.layout, state.plan.codec
-    words = layout["codes"].tokens(state.codes, slot, n)
+def decoded(codec: Codec, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Inverse of `kvpass.format.quantize.encode`, which has made ``parts``."""
     if codec.identity:
-        return words.to(dtype)
-    qparams = state.qparams
-    if not codec.static_ranges:
-        qparams = layout["qparams"].tokens(qparams, slot, n)
-    extra = layout["outliers"].tokens(state.outliers, slot, n) if codec.outliers else None
-    return decode(codec, words, qparams, dtype, extra)
+        return parts[0].to(dtype)
+    words, qparams, *outliers = parts
+    return decode(codec, words, qparams, dtype, *outliers)
 
 
 def unpack_fake(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:

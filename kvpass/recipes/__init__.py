@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from kvpass.errors import OptionError, shown, unknown
+from kvpass.errors import OptionError, check, shown, unknown
 from kvpass.recipes.auto import Auto as Auto
 from kvpass.recipes.base import Recipe as Recipe
 from kvpass.recipes.cocktail import Cocktail as Cocktail
@@ -37,11 +37,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 def recipe(name: str = DEFAULT, **overrides: Any) -> Recipe:
-    """The recipe of that name.
-
-    Args:
-        name: a key of `RECIPES`.
-        overrides: fields of the recipe, e.g. ``bits``, ``group`` and ``residual`` for KIVI.
+    """The recipe with that key in `RECIPES`, and some fields replaced, e.g. ``bits`` for KIVI.
 
     Raises:
         OptionError: if the name, a field or a value is not allowed.
@@ -52,11 +48,7 @@ def recipe(name: str = DEFAULT, **overrides: Any) -> Recipe:
 
 
 def written_recipe(text: str) -> Recipe:
-    """The recipe that a command line names: ``kivi-2bit``, or with fields ``kivi-2bit,group=128``.
-
-    Raises:
-        OptionError: as `recipe`.
-    """
+    """`recipe` of a command line: ``kivi-2bit``, or with fields ``kivi-2bit,group=128``."""
     name, *assigned = text.split(",")
     overrides: dict[str, Any] = {}
     for item in assigned:
@@ -81,11 +73,7 @@ def _value(text: str) -> Any:
 
 
 def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """``base`` with some fields replaced.
-
-    Raises:
-        OptionError: if it has no such field, or the value is not allowed.
-    """
+    """``base`` with some fields replaced; raises as `recipe`."""
     allowed = [f.name for f in fields(base)]
     for key in overrides.keys() & base.renamed.keys():
         warnings.warn(
@@ -95,22 +83,16 @@ def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:
             stacklevel=3,
         )
     overrides = {base.renamed.get(key, key): value for key, value in overrides.items()}
-    for key in overrides:
-        if key not in allowed:
-            raise OptionError(
-                unknown(f"option of recipe '{base.name}':", key, allowed or ["(none)"])
-            )
     for key, value in overrides.items():
-        if not _plain(value):
-            raise OptionError(
-                f"{key}={shown(value)} is not supported; allowed: numbers, texts, True, False, "
-                "None, and tuples of them."
-            )
+        if key not in allowed:
+            raise OptionError(unknown(f"option of recipe '{base.name}':", key, allowed))
+        kinds = "numbers, texts, True, False, None, and tuples of them"
+        check(key, value, _plain(value), kinds)
     return replace(base, **overrides)
 
 
 def _plain(value: Any) -> bool:
-    """Not an array, say, which may look like a number but cannot be compared as one."""
+    """False for an array, say, which may look like a number but cannot be compared as one."""
     if isinstance(value, tuple | list):
         return all(map(_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    return isinstance(value, bool | int | float | str | None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from kvpass.calibration.samples import CalibrationRunner, layer_dims, layer_shapes
-from kvpass.errors import OptionError, PlanError, shown
+from kvpass.calibration.samples import CalibrationRunner, layer_shapes
+from kvpass.errors import PlanError, check, is_number
 from kvpass.plan import Plan
 from kvpass.recipes.base import CalibratedRecipe, Recipe
 from kvpass.recipes.kivi import Kivi
@@ -24,35 +24,29 @@ class Auto(CalibratedRecipe):
     Attributes:
         budget: bits per element at most, a mean over keys and values of all layers; exact tokens
             are not counted.
-        window: last tokens that stay exact; of KIVI's keys up to so many.
-        sinks: first tokens that stay exact, but with KIVI.
+        window: last tokens that stay exact; KIVI's keys: up to so many.
+        sinks: first tokens that stay exact, except with KIVI.
     """
+
+    name: ClassVar[str] = "auto"
 
     budget: float = 2.5
     window: int = 128
     sinks: int = 5
 
     def __post_init__(self) -> None:
-        number = isinstance(self.budget, int | float) and not isinstance(self.budget, bool)
-        if not number or not 0 < self.budget <= 16:
-            raise OptionError(
-                f"budget={shown(self.budget)} is not supported; allowed: bits, above 0, at most 16."
-            )
-        # Window and sinks are theirs to check.
+        fits = is_number(self.budget) and 0 < self.budget <= 16
+        check("budget", self.budget, fits, "bits, above 0, at most 16")
+        # Checks window and sinks.
         _ = Kvquant(window=self.window, sinks=self.sinks)
-
-    @property
-    def name(self) -> str:
-        """``auto``."""
-        return "auto"
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """Fits every candidate, scores all of them in one pass, and allocates."""
-        # They come with solvers that only this recipe needs.
+        # These import solvers that only this recipe needs.
         from kvpass.calibration.allocation import allocate
         from kvpass.calibration.scores import score_run
 
-        dims = layer_dims(layer_shapes(run))
+        dims = {path: (key, value) for path, (_, key, value) in layer_shapes(run).items()}
         candidates: list[Plan] = []
         for recipe in self.candidates(min(min(pair) for pair in dims.values())):
             try:
@@ -67,7 +61,7 @@ class Auto(CalibratedRecipe):
         return replace(plan, recipe=self.name)
 
     def candidates(self, dim: int) -> Sequence[Recipe]:
-        """For heads of at least ``dim`` channels."""
+        """The recipes to choose from, for heads of at least ``dim`` channels."""
         group = math.gcd(128, dim)
         # KIVI packs the window's tokens at once, in whole groups.
         groups = [g for g in (group // 2, group) if self.window and self.window % g == 0]

@@ -1,10 +1,10 @@
-"""What a recipe is."""
+"""`Recipe`: what makes plans from a few options."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from kvpass.calibration.samples import CalibrationRunner
 from kvpass.errors import PlanError
@@ -26,15 +26,12 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As a user writes it, e.g. ``kivi-2bit``."""
+        """The name as a user writes it, e.g. ``kivi-2bit``."""
 
     @abstractmethod
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """The plan of one layer.
-
-        Args:
-            path: of the attention module, e.g. ``model.layers.0.self_attn``.
-            key_dim, value_dim: channels per head.
+        """The plan of the layer whose attention module is at ``path``, with so many channels per
+        head.
 
         Raises:
             PlanError: if the options do not fit these heads.
@@ -42,7 +39,7 @@ class Recipe(ABC):
 
     def unknown_plan(self, path: str, dim: int) -> TensorPlan:
         """The plan of a cache tensor of ``dim`` channels that is neither keys nor values of a known
-        attention: by default that of values, see `LayerPlan.unknown`.
+        attention: by default the plan of values, see `LayerPlan.unknown`.
 
         Raises:
             PlanError: if ``dim`` channels cannot be stored so.
@@ -51,17 +48,13 @@ class Recipe(ABC):
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs to see texts: its plans are made by `kvpass.calibrate`."""
+        """Whether plans depend on texts, and are made by `kvpass.calibrate`."""
         return False
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """The plan of a calibrated recipe: its layers by their paths, and a default for cache
-        tensors that no known attention reads.
-
-        Args:
-            run: runs the model over the texts once, an observer looking on; as often as wanted.
-            seed: of whatever is drawn.
-        """
+        tensors that no known attention reads. ``run`` shows all texts as often as wanted; ``seed``
+        is for whatever is drawn."""
         raise NotImplementedError
 
     def warning(self, query_heads: int, kv_heads: int) -> str | None:
@@ -87,22 +80,21 @@ class Recipe(ABC):
 class CalibratedRecipe(Recipe):
     """A recipe that has no plan without texts, whatever its fields."""
 
-    @property
-    def calibrated(self) -> bool:
-        """True."""
-        return True
+    calibrated: ClassVar[bool] = True
 
-    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """Raises:
-        PlanError: there is none without calibration.
-        """
-        raise PlanError(
-            f"Recipe '{self.name}' is calibrated: use the plan that kvpass.calibrate(model, "
-            f"'{self.name}', texts) makes."
-        )
+    def layer_plan(self, path: str, key_dim: int, value_dim: int) -> NoReturn:
+        """A `PlanError`: there is no plan without calibration."""
+        raise calibration_needed(self.name)
+
+
+def calibration_needed(recipe: str, otherwise: str = "") -> PlanError:
+    """The error for a recipe whose plans are made from texts."""
+    return PlanError(
+        f"Recipe '{recipe}' is calibrated: use the plan that kvpass.calibrate(model, '{recipe}', "
+        f"texts) makes{otherwise}."
+    )
 
 
 def _head_dim(config: Any) -> int:
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    dim = getattr(config, "head_dim", None)
+    return int(dim or config.hidden_size // config.num_attention_heads)

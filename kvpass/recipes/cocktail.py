@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvpass.cocktail.bits import ChunkBits
-from kvpass.cocktail.search import chunk_bits
-from kvpass.errors import OptionError, PlanError, shown
+from kvpass.cocktail.search import check_shares, chunk_bits
+from kvpass.errors import PlanError, check, check_whole, is_number
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import BITS, FP, Codec
 from kvpass.format.groups import Axis
@@ -30,13 +30,14 @@ class Cocktail(Recipe):
         chunk: tokens.
         alpha, beta: where a relevance between the least and the largest is low and high (equations
             2 and 3); for `chunk_bits`.
-        bits: of chunks of low, middle and high relevance, ascending; the last is 16: exact.
+        bits: for chunks of low, middle and high relevance, ascending; the last is 16: exact.
         clip: the ends of the groups of keys in the fewest bits are multiplied by it; 1, as in the
             paper, leaves them. Rounding adds noise to the scores of a key, and the softmax is
             convex: in 2 bits, chunks that do not matter drown the one that does. Ends closer to
             zero (0.8, say) make their scores smaller. Not for keys with large biases.
     """
 
+    name: ClassVar[str] = "cocktail"
     renamed: ClassVar[dict[str, str]] = {"levels": "bits"}
 
     chunk: int = 32
@@ -46,34 +47,15 @@ class Cocktail(Recipe):
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        if type(self.chunk) is not int or self.chunk < 2:
-            raise OptionError(
-                f"chunk={shown(self.chunk)} is not supported; allowed: a whole number of at least "
-                "2."
-            )
-        for name in ("alpha", "beta"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value <= 1:
-                raise OptionError(
-                    f"{name}={shown(value)} is not supported; allowed: a number from 0 to 1."
-                )
-        number = isinstance(self.clip, int | float) and not isinstance(self.clip, bool)
-        if not number or not 0 < self.clip <= 1:
-            raise OptionError(
-                f"clip={shown(self.clip)} is not supported; allowed: above 0, at most 1."
-            )
-        if self.alpha + self.beta > 1:
-            raise OptionError(
-                f"alpha={self.alpha} and beta={self.beta} are not supported; allowed: a sum of at "
-                "most 1."
-            )
+        check_whole("chunk", self.chunk, 2)
+        check_shares(self.alpha, self.beta)
+        fits = is_number(self.clip) and 0 < self.clip <= 1
+        check("clip", self.clip, fits, "above 0, at most 1")
         bits = self.bits
-        known = isinstance(bits, tuple) and all(n in (*BITS, FP.bits) for n in bits)
-        if not known or len(bits) < 2 or list(bits) != sorted(set(bits)) or bits[-1] != 16:
-            raise OptionError(
-                f"bits={shown(bits)} is not supported; allowed: a tuple of bits of "
-                f"{', '.join(map(str, BITS))}, ascending, and 16 at its end."
-            )
+        fits = isinstance(bits, tuple) and all(n in (*BITS, FP.bits) for n in bits)
+        fits = fits and len(bits) > 1 and list(bits) == sorted(set(bits)) and bits[-1] == 16
+        known = ", ".join(map(str, BITS))
+        check("bits", bits, fits, f"a tuple of bits of {known}, ascending, and 16 at its end")
         group = min(_GROUP, self.chunk)
         if self.chunk % group:
             raise PlanError(
@@ -81,18 +63,9 @@ class Cocktail(Recipe):
                 "tokens that share a scale."
             )
 
-    @property
-    def name(self) -> str:
-        """``cocktail``."""
-        return "cocktail"
-
     def chunk_bits(self, context: Any, query: str | Sequence[str], **more: Any) -> ChunkBits:
-        """`kvpass.cocktail.chunk_bits` with this recipe's chunk, alpha, beta and bits; ``more``
-        are its other arguments: ``encoder``, ``tokenizer``, ``input_ids``, ``starts``.
-
-        Raises:
-            OptionError: see there, and if there are not three bits.
-        """
+        """`kvpass.cocktail.chunk_bits` with this recipe's chunk, alpha, beta and bits, of which
+        there have to be three; ``more`` are its other arguments."""
         own = {name: getattr(self, name) for name in ("chunk", "alpha", "beta", "bits")}
         return chunk_bits(context, query, **own, **more)
 
@@ -103,7 +76,7 @@ class Cocktail(Recipe):
         return ChunkedPlan(chunk_codecs=codecs, chunk=self.chunk)
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """Keys per channel, values per token, in whatever bits."""
+        """Keys per channel, values per token; a request chooses their bits."""
         values = self._plan("token", math.gcd(_GROUP, value_dim))
         plan = LayerPlan(self._plan("channel", min(_GROUP, self.chunk), self.clip), values)
         plan.check(path, key_dim, value_dim)

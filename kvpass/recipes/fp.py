@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from kvpass.errors import OptionError, shown
+from kvpass.errors import check_flag
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
 
@@ -17,18 +18,12 @@ class Fp(Recipe):
         before_rope: keys are stored before their rotary embedding.
     """
 
+    name: ClassVar[str] = "fp"
+
     before_rope: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.before_rope, bool):
-            raise OptionError(
-                f"before_rope={shown(self.before_rope)} is not supported; allowed: True, False."
-            )
-
-    @property
-    def name(self) -> str:
-        """``fp``."""
-        return "fp"
+        check_flag("before_rope", self.before_rope)
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """The identity."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvpass.errors import OptionError, shown
+from kvpass.errors import check, check_flag, check_whole
 from kvpass.format.codec import Codec
 from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from kvpass.recipes.base import Recipe
-
-_BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -36,24 +34,12 @@ class Kivi(Recipe):
     before_rope: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or self.bits not in _BITS:
-            raise OptionError(
-                f"bits={shown(self.bits)} is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."
-            )
-        if not isinstance(self.residual, int) or self.residual < 1:
-            raise OptionError(
-                f"residual={shown(self.residual)} is not supported; allowed: a positive number of "
-                "tokens."
-            )
-        if self.group is not None and (not isinstance(self.group, int) or self.group < 2):
-            raise OptionError(
-                f"group={shown(self.group)} is not supported; allowed: a whole number of at least "
-                "2."
-            )
-        if not isinstance(self.before_rope, bool):
-            raise OptionError(
-                f"before_rope={shown(self.before_rope)} is not supported; allowed: True, False."
-            )
+        fits = isinstance(self.bits, int) and self.bits in (2, 4, 8)
+        check("bits", self.bits, fits, "2, 4, 8 (or the recipe 'fp')")
+        check_whole("residual", self.residual, 1)
+        if self.group is not None:
+            check_whole("group", self.group, 2)
+        check_flag("before_rope", self.before_rope)
         # Bad combinations should be reported before any graph is compiled.
         _ = self._keys
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvpass.calibration.importance import means
-from kvpass.calibration.samples import STORED, CalibrationRunner, Stored, layer_dims, layer_shapes
-from kvpass.errors import OptionError, shown
+from kvpass.calibration.samples import STORED, CalibrationRunner, layer_shapes
+from kvpass.errors import check, check_choice, is_number
 from kvpass.format.codec import Codec
 from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
@@ -16,14 +16,18 @@ from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe
 from kvpass.recipes.kivi import Kivi
 
-_BITS = (1, 2, 3, 4, 8)
-_EXACT = ("window", "pivotal", "fraction")
-_PACKINGS = ("3-bit", "11-per-int32")
+_CHOICES: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        ("key_bits", "value_bits", "more_key_bits", "more_value_bits"), (1, 2, 3, 4, 8)
+    ),
+    "exact": ("window", "pivotal", "fraction"),
+    "packing": ("3-bit", "11-per-int32"),
+}
 
 
 @dataclass(frozen=True)
 class Kvmix(CalibratedRecipe):
-    """Keys per channel and values per token, as KIVI has them; bits by layer, of both apart.
+    """Keys per channel and values per token, as KIVI has them; bits by layer, for each apart.
 
     The layers with the largest gradients of ``W_k`` get more bits for their keys, those with the
     largest of ``W_v`` for their values (section 3.2).
@@ -32,18 +36,18 @@ class Kvmix(CalibratedRecipe):
     importance ("Dynamic Pivotal Context Selection"); then whole groups of others are packed.
 
     Attributes:
-        key_bits, value_bits: of most layers.
-        more_key_bits, more_value_bits: of the important ones.
-        share: of the layers that are important.
+        key_bits, value_bits: bits in most layers.
+        more_key_bits, more_value_bits: bits in the important ones.
+        share: how much of the layers is important, 0 to 1.
         group: as KIVI's.
         exact: which tokens stay so: those of a "window"; a "pivotal" ratio of the exact ones at
             each step, as the paper's rule is written, which soon leaves a few; or a "fraction" of
             all, as its text promises. See `kvpass.format.retention.RetentionPolicy`.
         residual: tokens of the window, as KIVI's.
-        ratio, more_ratio: of the tokens that stay exact, in most and in the important layers.
-        packing: of 3 bits: "3-bit", which loses nothing, or "11-per-int32", as the paper has it.
-            Heads of 64 and 128 channels take as many bytes either way, and the error of the latter
-            is larger: it is there to be compared (`python -m examples.kvmix_parts`).
+        ratio, more_ratio: how much stays exact in most and in the important layers, 0 to 1.
+        packing: how 3 bits are packed: "3-bit", which loses nothing, or "11-per-int32", as the
+            paper has it. Heads of 64 and 128 channels take as many bytes either way, and the error
+            of the latter is larger: it is there to be compared (`python -m examples.kvmix_parts`).
     """
 
     key_bits: int = 2
@@ -59,29 +63,14 @@ class Kvmix(CalibratedRecipe):
     packing: Literal["3-bit", "11-per-int32"] = "3-bit"
 
     def __post_init__(self) -> None:
-        for name in ("key_bits", "value_bits", "more_key_bits", "more_value_bits"):
-            value = getattr(self, name)
-            if type(value) is not int or value not in _BITS:
-                raise OptionError(
-                    f"{name}={shown(value)} is not supported; allowed: "
-                    f"{', '.join(map(str, _BITS))}."
-                )
-        number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
-        if not number or not 0 <= self.share <= 1:
-            raise OptionError(f"share={shown(self.share)} is not supported; allowed: from 0 to 1.")
-        for name, allowed in (("exact", _EXACT), ("packing", _PACKINGS)):
-            choice: Any = getattr(self, name)
-            if choice not in allowed:
-                options = ", ".join(map(repr, allowed))
-                raise OptionError(f"{name}={shown(choice)} is not supported; allowed: {options}.")
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
+        check("share", self.share, is_number(self.share) and 0 <= self.share <= 1, "from 0 to 1")
         for name in ("ratio", "more_ratio"):
-            ratio: Any = getattr(self, name)
-            if type(ratio) is not float or not 0 < ratio < 1 or round(ratio, 3) != ratio:
-                raise OptionError(
-                    f"{name}={shown(ratio)} is not supported; allowed: from 0.001 to 0.999, in "
-                    "steps of 0.001."
-                )
-        # Group and residual are KIVI's to check.
+            ratio = getattr(self, name)
+            fits = isinstance(ratio, float) and 0 < ratio < 1 and round(ratio, 3) == ratio
+            check(name, ratio, fits, "from 0.001 to 0.999, in steps of 0.001")
+        # KIVI checks group and residual.
         _ = self._base
 
     @property
@@ -97,12 +86,17 @@ class Kvmix(CalibratedRecipe):
         return Kivi(4, self.group, self.residual)
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
-        """The top ``share`` of the layers, rounded down, of keys and of values."""
-        dims = layer_dims(layer_shapes(run))
+        """More bits for the top ``share`` of the layers, rounded down, by keys and by values."""
+        shapes = layer_shapes(run)
         importance = means(run.importance("importance"))
-        best = {kind: self._best(importance, kind, list(dims)) for kind in STORED}
+        # The product may lie just below a whole number.
+        count = math.floor(self.share * len(shapes) + 1e-9)
+        best = {
+            kind: sorted(shapes, key=lambda path: -importance[path, kind])[:count]
+            for kind in STORED
+        }
         layers = {}
-        for path, (key_dim, value_dim) in dims.items():
+        for path, (_, key_dim, value_dim) in shapes.items():
             plan = self._base.layer_plan(path, key_dim, value_dim)
             important = [path in best[kind] for kind in STORED]
             keys = self.more_key_bits if important[0] else self.key_bits
@@ -118,16 +112,8 @@ class Kvmix(CalibratedRecipe):
 
     def _stored(self, plan: TensorPlan, bits: int, important: bool) -> TensorPlan:
         codec, retention = plan.codec, plan.retention
-        elevens = bits == 3 and self.packing == "11-per-int32"
+        pack11 = bits == 3 and self.packing == "11-per-int32"
         if self.exact != "window":
-            ratio = self.more_ratio if important else self.ratio
-            by_rule = {"pivotal": (ratio, 0.0), "fraction": (0.0, ratio)}
-            pivotal, fraction = by_rule[self.exact]
-            retention = RetentionPolicy(pack_every=codec.group, pivotal=pivotal, fraction=fraction)
-        return TensorPlan(replace(codec, bits=bits, pack11=elevens), retention)
-
-    def _best(
-        self, importance: dict[tuple[str, Stored], float], kind: Stored, layers: list[str]
-    ) -> list[str]:
-        ranked = sorted(layers, key=lambda layer: -importance[layer, kind])
-        return ranked[: math.floor(self.share * len(layers) + 1e-9)]
+            ratio: Any = {self.exact: self.more_ratio if important else self.ratio}
+            retention = RetentionPolicy(pack_every=codec.group, **ratio)
+        return TensorPlan(replace(codec, bits=bits, pack11=pack11), retention)

@@ -1,4 +1,4 @@
-"""KVQuant: keys before RoPE, levels by sensitivity, outliers apart (Hooper et al., 2024)."""
+"""KVQuant: keys before RoPE, codebooks by sensitivity, outliers apart (Hooper et al., 2024)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvpass.calibration.codebook import CodebookSamples
-from kvpass.calibration.samples import AttentionSample, CalibrationRunner, GradientSample
+from kvpass.calibration.samples import STORED, AttentionSample, CalibrationRunner, GradientSample
 from kvpass.calibration.thresholds import Thresholds
-from kvpass.errors import OptionError, shown
+from kvpass.errors import OptionError, check, check_choice, check_flag, is_number, shown
+from kvpass.format.channels import ChannelRanges
 from kvpass.format.codec import Codec
-from kvpass.format.quantize import normalized, offline_params
-from kvpass.format.ranges import ChannelRanges
+from kvpass.format.groups import Axis
+from kvpass.format.quantize import normalized, static_qparams
 from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe
-
-_BITS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,12 @@ class Kvquant(CalibratedRecipe):
     """Keys per channel, with calibrated ranges; values per token, all heads together.
 
     Attributes:
-        bits: of a code: 2, 3 or 4.
+        bits: bits per code: 2, 3 or 4.
         outliers: fraction of the elements of each token that are stored as they are, e.g. 0.01.
-        uniform: levels are evenly spaced, not chosen by sensitivity.
+        uniform: the codes stand for evenly spaced values, not for those of a codebook.
         before_rope: keys are stored before their rotary embedding.
-        qnorm: levels are shifted and scaled when they are decoded, so that their moments stay.
-            None: at 2 bits.
+        qnorm: codebooks are shifted and scaled in decoding, so that mean and deviation stay. None:
+            at 2 bits.
         sinks: tokens that stay exact, the first ones; calibration leaves them out.
         window: tokens that stay exact, the last ones.
     """
@@ -46,22 +45,17 @@ class Kvquant(CalibratedRecipe):
     window: int = 0
 
     def __post_init__(self) -> None:
-        if self.bits not in _BITS or type(self.bits) is not int:
-            raise OptionError(f"bits={shown(self.bits)} is not supported; allowed: 2, 3, 4.")
-        fraction = isinstance(self.outliers, int | float) and not isinstance(self.outliers, bool)
-        if not fraction or not 0 <= self.outliers < 0.5:
-            raise OptionError(
-                f"outliers={shown(self.outliers)} is not supported; allowed: a fraction of at "
-                "least 0, below 0.5, e.g. 0.01."
-            )
+        check_choice("bits", self.bits, (2, 3, 4))
+        fits = is_number(self.outliers) and 0 <= self.outliers < 0.5
+        check("outliers", self.outliers, fits, "a fraction of at least 0, below 0.5, e.g. 0.01")
         for name in ("uniform", "before_rope"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise OptionError(f"{name}={shown(value)} is not supported; allowed: True, False.")
+            check_flag(name, getattr(self, name))
         if self.qnorm not in (True, False, None) or (self.qnorm and self.uniform):
             raise OptionError(
                 f"qnorm={shown(self.qnorm)} is not supported with uniform={self.uniform}; allowed: "
                 "None, False, and True without uniform."
             )
+        # Checks window and sinks.
         _ = self._retention
 
     @property
@@ -76,79 +70,72 @@ class Kvquant(CalibratedRecipe):
         return RetentionPolicy(self.window, 1, self.sinks)
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
-        """Ranges of keys, then levels of keys and values from the gradients."""
+        """Ranges of keys, then codebooks of keys and values from the gradients."""
         plans = self._ranged(run)
         if not self.uniform:
-            plans = self._levelled(plans, run, seed)
+            plans = self._with_codebooks(plans, run, seed)
         unknown = TensorPlan(Codec(self.bits, "token", 128), self._retention)
         return Plan(LayerPlan(unknown, unknown), plans, self.name)
 
     def _ranged(self, run: CalibrationRunner) -> dict[str, LayerPlan]:
-        """Evenly spaced levels between the ends of ranges."""
-        found: dict[str, Thresholds] = {}
+        """Plans with evenly spaced codes, and calibrated ranges of keys."""
+        thresholds: dict[str, Thresholds] = {}
         shapes: dict[str, tuple[int, int, int]] = {}
 
-        def look(seen: AttentionSample) -> None:
-            keys = seen.stored("keys", self.before_rope)
-            shapes[seen.layer] = (keys.shape[1], keys.shape[3], seen.values.shape[3])
-            if seen.layer not in found:
+        def observe(sample: AttentionSample) -> None:
+            if sample.layer not in thresholds:
                 tokens = run.tokens(self.sinks)
-                found[seen.layer] = Thresholds(self.outliers, tokens, self.sinks)
-            found[seen.layer].add(keys)
+                thresholds[sample.layer] = Thresholds(self.outliers, tokens, self.sinks)
+                shapes[sample.layer] = sample.shape
+            thresholds[sample.layer].add(sample.stored("keys", self.before_rope))
 
-        run(look, "ranges of keys")
+        run(observe, "ranges of keys")
         plans = {}
         for layer, (heads, key_dim, value_dim) in shapes.items():
             keys = self._tensor("channel", 0, heads * key_dim)
             values = self._tensor("token", heads * value_dim, heads * value_dim)
-            ranges = ChannelRanges.of(offline_params(keys.codec, *found[layer].ends()))
-            plan = LayerPlan(keys, values, before_rope=self.before_rope, key_ranges=ranges)
-            plan.check(layer, key_dim, value_dim, heads)
-            plans[layer] = plan
+            ranges = ChannelRanges.of(static_qparams(keys.codec, *thresholds[layer].bounds()))
+            plans[layer] = LayerPlan(keys, values, None, None, self.before_rope, ranges)
+            plans[layer].check(layer, key_dim, value_dim, heads)
         return plans
 
-    def _tensor(self, axis: str, group: int, elements: int) -> TensorPlan:
-        """With a table of evenly spaced levels, unless they are to stay so."""
-        half = math.ceil(self.outliers * elements / 2)
-        table = None if self.uniform else tuple(torch.linspace(-1, 1, 1 << self.bits).tolist())
-        base = Codec(self.bits, "channel" if axis == "channel" else "token", group)
-        return TensorPlan(replace(base, outliers=2 * half, codebook=table), self._retention)
+    def _tensor(self, axis: Axis, group: int, elements: int) -> TensorPlan:
+        """A plan with a codebook of evenly spaced values, which `fit` moves; none if ``uniform``.
+        ``elements``: of each token."""
+        outliers = 2 * math.ceil(self.outliers * elements / 2)
+        even = None if self.uniform else tuple(torch.linspace(-1, 1, 1 << self.bits).tolist())
+        codec = Codec(self.bits, axis, group, outliers=outliers, codebook=even)
+        return TensorPlan(codec, self._retention)
 
-    def _levelled(
+    def _with_codebooks(
         self, plans: dict[str, LayerPlan], run: CalibrationRunner, seed: int
     ) -> dict[str, LayerPlan]:
-        levels = {
-            (layer, kind): CodebookSamples() for layer in plans for kind in ("keys", "values")
-        }
-        keys = "before_rope" if self.before_rope else "keys"
+        samples = {(layer, kind): CodebookSamples() for layer in plans for kind in STORED}
 
-        def look(seen: GradientSample) -> None:
-            if seen.kind not in (keys, "values"):
+        def observe(sample: GradientSample) -> None:
+            if sample.kind == ("keys" if self.before_rope else "before_rope"):
                 return
-            plan, kind = plans[seen.layer], "values" if seen.kind == "values" else "keys"
-            ranges = plan.key_ranges if kind == "keys" else None
-            codec = plan.keys.codec if kind == "keys" else plan.values.codec
-            x, gradient = (t[:, :, self.sinks :] for t in (seen.x, seen.gradient))
+            plan, _, ranges = plans[sample.layer].stored(sample.stored)
+            x, gradient = (t[:, :, self.sinks :] for t in (sample.x, sample.gradient))
             if x.shape[2]:
-                params = None if ranges is None else ranges.tensor(x.device)
-                normal, inside = normalized(codec, x, params)
-                levels[seen.layer, kind].add(normal, gradient.float().square(), inside)
+                qparams = None if ranges is None else ranges.tensor(x.device)
+                normal, inside = normalized(plan.codec, x, qparams)
+                weights = gradient.float().square()
+                samples[sample.layer, sample.stored].add(normal, weights, inside)
 
-        run.gradients(look, "sensitivities")
-        return {
-            layer: self._with_levels(plan, layer, levels, seed) for layer, plan in plans.items()
-        }
-
-    def _with_levels(
-        self, plan: LayerPlan, layer: str, levels: dict[tuple[str, str], CodebookSamples], seed: int
-    ) -> LayerPlan:
+        run.gradients(observe, "sensitivities")
         shifted = self.bits == 2 if self.qnorm is None else self.qnorm
-        tensors = []
-        for kind, tensor in (("keys", plan.keys), ("values", plan.values)):
-            known = levels[layer, kind]
-            table = known.table(self.bits, seed)
-            codec = replace(
-                tensor.codec, codebook=table, qnorm=known.qnorm(table) if shifted else None
+
+        def calibrated(plan: TensorPlan, samples: CodebookSamples) -> TensorPlan:
+            codebook = samples.codebook(self.bits, seed)
+            qnorm = samples.qnorm(codebook) if shifted else None
+            return replace(plan, codec=replace(plan.codec, codebook=codebook, qnorm=qnorm))
+
+        return {
+            layer: replace(
+                plan,
+                keys=calibrated(plan.keys, samples[layer, "keys"]),
+                values=calibrated(plan.values, samples[layer, "values"]),
             )
-            tensors.append(replace(tensor, codec=codec))
-        return replace(plan, keys=tensors[0], values=tensors[1])
+            for layer, plan in plans.items()
+        }

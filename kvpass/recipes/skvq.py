@@ -6,19 +6,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from kvpass.calibration.channels import Ranges, cluster
+import torch
+
+from kvpass.calibration.channels import cluster
 from kvpass.calibration.clipping import ClipSearch
-from kvpass.calibration.samples import AttentionSample, CalibrationRunner, Rotation
-from kvpass.errors import OptionError, PlanError, shown
-from kvpass.format.codec import Codec
-from kvpass.format.order import ChannelOrder
+from kvpass.calibration.samples import STORED, AttentionSample, CalibrationRunner, Name, Stored
+from kvpass.calibration.thresholds import Thresholds
+from kvpass.errors import check, check_choice, check_flag, is_number
+from kvpass.format.channels import ChannelOrder
+from kvpass.format.codec import BITS, Codec
 from kvpass.format.retention import RetentionPolicy
+from kvpass.format.rope import Rope
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
-from kvpass.recipes.base import Recipe
-
-_BITS = (1, 1.5, 2, 3, 4, 8)
-_CLIPS = "True (searched), False, or a number above 0, at most 1"
+from kvpass.recipes.base import Recipe, calibration_needed
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Skvq(Recipe):
     Attributes:
         key_bits, value_bits: 1, 1.5, 2, 3, 4 or 8.
         group: channels that share a scale; more than a head has are those of several heads. None:
-            128, or the largest part of 128 that divides the head dimension.
+            128, or the largest divisor of 128 that divides the head dimension.
         window: tokens that stay exact, the last ones.
         sinks: tokens that stay exact, the first ones.
         fp8: scales and minima are fp8-e4m3 instead of half.
-        clip: what the ends of a group's range are multiplied by. True: searched for every group
-            of every head (eq. 3).
+        clip: the factor for the ends of a group's range. True: searched for every group of every
+            head (eq. 3).
         reorder: channels that are alike share a group: ``balanced`` (k-means, cut evenly),
             ``clusters`` (the clusters themselves, of unequal size; only in plain PyTorch), or
             False. It changes nothing where a group is a whole head.
@@ -54,21 +55,14 @@ class Skvq(Recipe):
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
-            value = getattr(self, name)
-            if value not in _BITS or isinstance(value, bool):
-                raise OptionError(
-                    f"{name}={shown(value)} is not supported; allowed: 1, 1.5, 2, 3, 4, 8."
-                )
+            bits = getattr(self, name)
+            fits = is_number(bits) and bits in BITS
+            check(name, bits, fits, ", ".join(map(str, BITS)))
         for name in ("fp8", "ternary_in_2bit"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise OptionError(f"{name}={shown(value)} is not supported; allowed: True, False.")
-        if self.reorder not in ("balanced", "clusters", False):
-            raise OptionError(
-                f"reorder={shown(self.reorder)} is not supported; allowed: 'balanced', 'clusters', "
-                "False."
-            )
-        if not isinstance(self.clip, bool | int | float) or not 0 <= self.clip <= 1:
-            raise OptionError(f"clip={shown(self.clip)} is not supported; allowed: {_CLIPS}.")
+            check_flag(name, getattr(self, name))
+        check_choice("reorder", self.reorder, ("balanced", "clusters", False))
+        fits = isinstance(self.clip, bool | int | float) and 0 <= self.clip <= 1
+        check("clip", self.clip, fits, "True (searched), False, or a number above 0, at most 1")
         # Bad combinations should be reported before any graph is compiled.
         self._tensor(self.key_bits, 128)
         self._tensor(self.value_bits, 128)
@@ -90,82 +84,62 @@ class Skvq(Recipe):
         codec = Codec(bits, "token", group, clip, "fp8" if self.fp8 else "half", ternary_in_2bit)
         return TensorPlan(codec, RetentionPolicy(self.window, 1, self.sinks))
 
-    def start(self, layer: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """A layer's plan before anything is known of its channels.
-
-        Raises:
-            PlanError: if the options do not fit these heads.
-        """
-        keys, values = (
-            self._tensor(self.key_bits, key_dim),
-            self._tensor(self.value_bits, value_dim),
-        )
-        plan = LayerPlan(keys, values)
-        plan.check(layer, key_dim, value_dim)
+    def start(
+        self, layer: str, key_dim: int, value_dim: int, heads: int | None = None
+    ) -> LayerPlan:
+        """A layer's plan before anything is known of its channels."""
+        keys = self._tensor(self.key_bits, key_dim)
+        plan = LayerPlan(keys, self._tensor(self.value_bits, value_dim))
+        plan.check(layer, key_dim, value_dim, heads)
         return plan
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
-        """Without calibration.
-
-        Raises:
-            PlanError: if there has to be one, or the options do not fit these heads.
-        """
+        """The plan without calibration; a `PlanError` if the options need one."""
         if self.calibrated:
-            raise PlanError(
-                f"Recipe '{self.name}' is calibrated: use the plan that kvpass.calibrate(model, "
-                f"'{self.name}', texts) makes, or set clip=False and reorder=False."
-            )
+            raise calibration_needed(self.name, ", or set clip=False and reorder=False")
         return self.start(path, key_dim, value_dim)
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """Orders from the ranges of channels, then factors of clipping from attention outputs."""
-        plans = self._orders(run, seed)
+        plans = self._ordered(run, seed)
         if self.clip is True:
             searches = {
                 layer: ClipSearch(plan, seed + i) for i, (layer, plan) in enumerate(plans.items())
             }
-            run(lambda seen: searches[seen.layer].add(seen), "clipping")
-            plans = {layer: _clipped(plan, searches[layer]) for layer, plan in plans.items()}
+            run(lambda sample: searches[sample.layer].add(sample), "clipping")
+            plans = {layer: search.clipped() for layer, search in searches.items()}
         return Plan(self.start("*", 128, 128), plans, self.name)
 
-    def _orders(self, run: CalibrationRunner, seed: int) -> dict[str, LayerPlan]:
-        keys: dict[str, Ranges] = {}
-        values: dict[str, Ranges] = {}
-        rotated: dict[str, tuple[Rotation, ...]] = {}
+    def _ordered(self, run: CalibrationRunner, seed: int) -> dict[str, LayerPlan]:
+        """The plans of all layers, with orders of their channels."""
+        ranges: dict[Name, Thresholds] = {}
+        rotated: dict[str, tuple[Rope, ...]] = {}
         plans: dict[str, LayerPlan] = {}
 
-        def look(seen: AttentionSample) -> None:
-            if seen.layer not in plans:
-                dims = (seen.keys.shape[3], seen.values.shape[3])
-                plans[seen.layer] = self.start(seen.layer, *dims)
-                plans[seen.layer].check(seen.layer, *dims, seen.keys.shape[1])
-                rotated[seen.layer] = seen.rotations
-            for ranges, tensor in ((keys, seen.keys), (values, seen.values)):
-                ranges.setdefault(seen.layer, Ranges(self.sinks)).add(tensor)
+        def observe(sample: AttentionSample) -> None:
+            layer = sample.layer
+            if layer not in plans:
+                heads, key_dim, value_dim = sample.shape
+                plans[layer] = self.start(layer, key_dim, value_dim, heads)
+                rotated[layer] = sample.rotations
+            for kind in STORED if self.reorder else ():
+                if (layer, kind) not in ranges:
+                    ranges[layer, kind] = Thresholds(0, run.tokens(self.sinks), self.sinks)
+                ranges[layer, kind].add(sample.stored(kind, before_rope=False))
 
-        run(look, "ranges of channels")
-        if self.reorder is False:
+        run(observe, "ranges of channels")
+        if not self.reorder:
             return plans
-        for layer, plan in plans.items():
-            k, key_order = self._ordered(plan.keys, keys[layer], rotated[layer], seed)
-            v, value_order = self._ordered(plan.values, values[layer], (), seed)
-            plans[layer] = LayerPlan(k, v, key_order, value_order)
+
+        def ordered(layer: str, kind: Stored) -> tuple[TensorPlan, ChannelOrder | None]:
+            plan, _, _ = plans[layer].stored(kind)
+            features = torch.stack(ranges[layer, kind].bounds(), dim=2).cpu()
+            together = rotated[layer] if kind == "keys" else ()
+            balanced = self.reorder == "balanced"
+            order, codec = cluster(features, plan.codec, together, seed, balanced)
+            return replace(plan, codec=codec), order
+
+        for layer in plans:
+            (keys, key_order), (values, value_order) = (ordered(layer, kind) for kind in STORED)
+            plans[layer] = LayerPlan(keys, values, key_order, value_order)
         return plans
-
-    def _ordered(
-        self, plan: TensorPlan, ranges: Ranges, rotated: tuple[Rotation, ...], seed: int
-    ) -> tuple[TensorPlan, ChannelOrder | None]:
-        balanced = self.reorder == "balanced"
-        found = cluster(ranges.features(), plan.codec.group, rotated, seed, balanced)
-        if found is None:
-            return plan, None
-        codec = replace(plan.codec, half_split=found.pairs, sizes=found.sizes)
-        return replace(plan, codec=codec), found.order
-
-
-def _clipped(plan: LayerPlan, search: ClipSearch) -> LayerPlan:
-    keys, values = (
-        replace(tensor, codec=replace(tensor.codec, clip=search.clip(kind)))
-        for kind, tensor in (("keys", plan.keys), ("values", plan.values))
-    )
-    return replace(plan, keys=keys, values=values)

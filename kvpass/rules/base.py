@@ -10,14 +10,12 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from kvpass.format.order import ChannelOrder
-from kvpass.format.ranges import ChannelRanges
-from kvpass.graph.aliases import changed_storages
+from kvpass.format.channels import ChannelOrder
+from kvpass.graph.analysis.effects import Writes, changed_storages
 from kvpass.graph.analysis.masks import Masks
 from kvpass.graph.analysis.sites import Sites
 from kvpass.graph.pattern import Captures, Miss
-from kvpass.graph.writes import Writes
-from kvpass.plan import LayerPlan, Planner
+from kvpass.plan import Planner
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,8 @@ class Context:
         sites: the analysis, by nodes of the original graph.
         planner: says how each layer is stored.
         packed: the ``append`` node that stands for each rewritten cat or static buffer.
-        orders: in which order the channels of a cache tensor that is still empty are to be stored,
-            by the cat or the static buffer.
-        ranges: of cache tensors that are still empty and have calibrated ones, likewise.
-        rows: the cosines and sines that keys get when they are read, by those of the graph.
-        warnings: what the user should be told.
+        cos_sin: the cosines and sines that keys get when they are read, by those of the graph.
+        warnings: for the user.
         refused: why a rule was refused at a node, the first one.
         served_by: the provider of a node of a bound graph, and why better ones decline.
     """
@@ -75,17 +70,16 @@ class Context:
     sites: Sites
     planner: Planner
     packed: dict[Node, Node] = field(default_factory=dict)
-    orders: dict[Node, ChannelOrder] = field(default_factory=dict)
-    ranges: dict[Node, ChannelRanges] = field(default_factory=dict)
-    rows: dict[tuple[object, object, str], Node] = field(default_factory=dict)
+    cos_sin: dict[tuple[object, object, str], Node] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     refused: dict[Node, str] = field(default_factory=dict)
     served_by: ServedBy = lambda node: ("aten", ())
 
-    def replaced(self, origin: Node, packed: Node) -> None:
-        """Notes that ``packed`` stands for ``origin``, a cat or a static buffer of `sites`."""
+    def replaced(self, origin: Node, packed: Node, order: ChannelOrder | None) -> None:
+        """Notes that ``packed`` stands for ``origin``, a cat or a static buffer of `sites`, and in
+        which order a cache tensor that is still empty stores its channels."""
         self.packed[origin] = packed
-        packed.meta["origin"] = origin
+        packed.meta |= {"origin": origin, "order": order}
 
     @cached_property
     def writes(self) -> Writes:
@@ -105,16 +99,6 @@ class Context:
         for node in found:
             node.meta["changed"] = True
         return found
-
-    def layer_plan(
-        self, path: str, key_dim: int, value_dim: int, heads: tuple[int, int]
-    ) -> LayerPlan:
-        """The plan of a layer with these head dimensions and (query, KV) heads."""
-        if warning := self.planner.warning(*heads):
-            self.warnings.append(f"{path}: {warning}")
-        plan = self.planner.layer_plan(path, key_dim, value_dim)
-        plan.check(path, key_dim, value_dim, heads[1])
-        return plan
 
 
 class Rule(ABC):

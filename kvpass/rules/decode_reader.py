@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
+from kvpass._torch import symbol_node
+from kvpass.errors import UnmatchedGraphError
+from kvpass.graph.analysis.effects import changes
 from kvpass.graph.analysis.sites import module_path, nearest_miss
-from kvpass.graph.packed_readers import (
-    decode_in_front,
-    is_packed,
-    replace_size,
-    size_readers,
-    unknown_readers,
-)
-from kvpass.graph.pattern import Captures, Miss, op_name
+from kvpass.graph.packed_readers import is_packed, is_size, unknown_readers, unpacked
+from kvpass.graph.pattern import Captures, Miss
+from kvpass.graph.spellings import op_name
 from kvpass.rules.base import Context, Rule, origin_of
 
 
@@ -24,25 +23,40 @@ class DecodeReader(Rule):
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to every packed tensor with such a reader."""
-        if not is_packed(node) or not unknown_readers(node):
+        readers = unknown_readers(node) if is_packed(node) else []
+        if not readers:
             return None
         cat = origin_of(node)
         sites = [s for s in context.sites.attentions if cat in (s.keys, s.values)]
         reasons = [str(site.miss) for site in sites if site.miss is not None]
-        return {"reason": reasons[0] if reasons else str(nearest_miss(node, context.sites))}
+        reason = reasons[0] if reasons else str(nearest_miss(node, context.sites))
+        return {"readers": readers, "reason": reason}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
-        """Makes the right side of `identity` of its left side."""
-        updates = context.sites.updates.values()
-        unpacked = (u for u in updates if u.past is node and u.cat not in context.packed)
-        if (update := next(unpacked, None)) is not None:
-            context.warnings.append(
-                f"the cache of {module_path(update.cat) or update.cat.name} goes back to "
-                f"{8 * update.new.meta['example_value'].dtype.itemsize} bits: "
-                f"{context.refused.get(update.cat, 'no rule applies')}"
+        """Makes the right side of `identity` of its left side.
+
+        Raises:
+            UnmatchedGraphError: if a reader would change the tensor in place.
+        """
+        for change in changes(node):
+            raise UnmatchedGraphError(
+                f"The packed cache tensor {node.name} is changed in place by {op_name(change)} (at "
+                f"{change.name}), which is no known cache update. Begin with a new cache, and "
+                "without kvpass."
             )
-        readers = dict.fromkeys(op_name(reader) for reader in decode_in_front(node))
-        return f"decoded in front of {', '.join(readers)}: {found['reason']}"
+        for update in context.sites.updates.values():
+            if update.past is node and update.cat not in context.packed:
+                context.warnings.append(
+                    f"the cache of {module_path(update.cat) or update.cat.name} goes back to "
+                    f"{8 * update.new.meta['example_value'].dtype.itemsize} bits: "
+                    f"{context.refused.get(update.cat, 'no rule applies')}"
+                )
+        with context.graph.inserting_before(found["readers"][0]):
+            plain = unpacked(node)
+        for reader in found["readers"]:
+            reader.replace_input_with(node, plain)
+        names = dict.fromkeys(map(op_name, found["readers"]))
+        return f"decoded in front of {', '.join(names)}: {found['reason']}"
 
 
 class ReadSize(Rule):
@@ -54,11 +68,27 @@ class ReadSize(Rule):
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to every packed tensor whose size is read."""
-        readers = size_readers(node) if is_packed(node) else []
+        readers = [user for user in node.users if is_size(user)] if is_packed(node) else []
         return {"readers": readers} if readers else None
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
         for reader in found["readers"]:
-            replace_size(reader)
+            _replace_size(reader)
         return "its size is computed from symbols"
+
+
+def _replace_size(reader: Node) -> None:
+    for part in list(reader.users):
+        if op_name(part) == "getitem" and is_size(part):
+            _replace_size(part)
+    if reader.users:
+        graph, value = reader.graph, reader.meta["example_value"]
+        several = isinstance(value, tuple)
+        with graph.inserting_before(reader):
+            sizes = [symbol_node(graph, v) for v in (value if several else [value])]
+        size = tuple(sizes) if several else sizes[0]
+        for user in list(reader.users):
+            user.args = map_arg(user.args, lambda n: size if n is reader else n)
+            user.kwargs = map_arg(user.kwargs, lambda n: size if n is reader else n)
+    reader.graph.erase_node(reader)

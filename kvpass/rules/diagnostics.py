@@ -11,7 +11,7 @@ from torch.fx import Node
 from kvpass._torch import is_subclass, is_traced
 from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.logical_calls import AppendCall
-from kvpass.graph.pattern import argument, op_name
+from kvpass.graph.spellings import argument, op_name
 from kvpass.rules.base import Context
 from kvpass.rules.cache_before_rope import RopeMatch, rope_match
 
@@ -43,20 +43,21 @@ def large_key_biases(context: Context, examples: Sequence[Any]) -> dict[Node, fl
 
 
 def bias_warnings(context: Context, biases: dict[Node, float]) -> list[str]:
-    """Of those whose keys are rounded behind their rotary embedding, once all rules are applied."""
-    told = []
+    """Warnings of those whose keys are rounded behind their rotary embedding, once all rules are
+    applied."""
+    messages = []
     for cat, largest in biases.items():
         packed = context.packed.get(cat)
         plan = None if packed is None else AppendCall.at(packed).parsed
         if plan is None or plan.rope is not None:
             continue
         if not all(codec.identity for codec in plan.codecs):
-            told.append(
+            messages.append(
                 f"{module_path(cat)}: the bias of its keys is up to {largest:.0f}; rotated by the "
                 "rotary embedding it is most of their range, of which few bits keep little. Store "
                 "keys before RoPE: before_rope=True, or a kvquant recipe"
             )
-    return told
+    return messages
 
 
 def _bias(keys: Node, examples: Sequence[Any]) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
 
 import torch
 from torch.fx import Graph, Node
@@ -12,38 +11,11 @@ from kvpass._torch import symbol_positions
 from kvpass.graph.analysis.attention_site import AttentionSite
 from kvpass.graph.analysis.scores import MaskStep
 from kvpass.graph.analysis.static import StaticUpdate
-from kvpass.graph.calls import add_call, four_dimensional
+from kvpass.graph.calls import add_call, erase_unread, four_dimensional
 from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.packed_readers import unknown_readers
-from kvpass.graph.pattern import Captures, Miss, op_name
+from kvpass.graph.pattern import Captures, Miss
 from kvpass.rules.base import Context, Rule
-
-# What the forms of attention in `kvpass.graph.analysis.forms` are made of, without side effects.
-ERASABLE = {
-    "add",
-    "amax",
-    "baddbmm",
-    "cat",
-    "contiguous",
-    "div",
-    "dropout",
-    "expand",
-    "full",
-    "getattr",
-    "getitem",
-    "masked_fill",
-    "matmul",
-    "max",
-    "mul",
-    "permute",
-    "repeat_interleave",
-    "reshape",
-    "sdpa",
-    "softmax",
-    "sub",
-}
-ERASABLE |= {"logsumexp", "sigmoid", "tanh", "tensor", "to", "transpose", "unsqueeze", "where"}
-ERASABLE |= {"zeros"}
 
 
 # Where K and V are packed, and repeat() is any or no repetition of KV heads for the query heads
@@ -60,7 +32,7 @@ class FuseAttention(Rule):
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to known attentions whose keys and values are read packed."""
-        site = next((s for s in context.sites.attentions if s.root is node), None)
+        site = context.sites.attention(node)
         if site is None:
             return None
         keys, values = (context.packed.get(cat) for cat in (site.keys, site.values))
@@ -172,18 +144,3 @@ def _masked(graph: Graph, mask: Node | None, by: Node, step: MaskStep, alone: bo
     low = add_call(graph, "new_full", by, (), step.fill, dtype=step.dtype)
     shown = (mask, low) if step.kind == "show" else (low, mask)
     return add_call(graph, torch.where, by, *shown)
-
-
-def erase_unread(node: Node, erasable: Collection[str] = ERASABLE) -> None:
-    """Erases ``node`` if nothing reads it, then what only it had read, of operations that are
-    ``erasable``.
-
-    Narrower than the graph's own dead-code elimination, which takes mutating methods for pure ones.
-    Every node reached here belongs to what was replaced, up to what others read too.
-    """
-    if node._erased or node.users or op_name(node) not in erasable:
-        return
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in inputs:
-        erase_unread(source, erasable)

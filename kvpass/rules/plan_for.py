@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
 from kvpass.errors import PlanError
+from kvpass.format.channels import ChannelOrder, ChannelRanges
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.pattern import Miss
 from kvpass.rules.base import Context
 from kvpass.rules.cache_before_rope import RopeMatch, rope_match
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """How a cache tensor is to be stored.
+
+    Attributes:
+        role: what attention reads it as.
+        plan: its own.
+        order: of the channels of one that is still empty; None for the model's own.
+        ranges: calibrated ones of one that is still empty.
+    """
+
+    role: str
+    plan: TensorPlan
+    order: ChannelOrder | None = None
+    ranges: ChannelRanges | None = None
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.plan.summary()}".strip()
 
 
 def changed_later(new: Node, update: Node, context: Context) -> Miss | None:
@@ -31,9 +52,8 @@ def pre_rope(new: Node, update: Node, context: Context) -> RopeMatch | Miss | No
     return found
 
 
-def plan_for(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] | Miss:
-    """The role of a cache tensor, and the plan that the recipe makes for it; the order of its
-    channels goes into ``context.orders``, calibrated ranges into ``context.ranges``.
+def plan_for(new: Node, read: Node, context: Context) -> StoragePlan | Miss:
+    """What the recipe says of a cache tensor that is still empty.
 
     Args:
         new: what is to be appended.
@@ -43,28 +63,28 @@ def plan_for(new: Node, read: Node, context: Context) -> tuple[str, TensorPlan] 
         PlanError: if the recipe does not fit known keys or values.
     """
     role, site = context.sites.roles.get(read, ("unknown", None))
-    if site is not None and role != "unknown":
-        k, v = (node.meta["example_value"] for node in (site.keys, site.values))
-        heads = (site.heads, int(k.shape[1]))
-        layer = context.layer_plan(site.path, int(k.shape[3]), int(v.shape[3]), heads)
-        order = layer.key_order if role == "keys" else layer.value_order
-        if order is not None:
-            context.orders[read] = order
-        if role == "values":
-            return role, layer.values
-        if context.sites.static(read) and (layer.before_rope or layer.keys.codec.static_ranges):
-            return Miss("a static cache takes no calibrated keys, and none before RoPE", read)
-        if layer.key_ranges is not None:
-            context.ranges[read] = layer.key_ranges
-        found = pre_rope(new, read, context) if layer.before_rope else None
-        if isinstance(found, Miss):
-            return found
-        return role, layer.keys if found is None else replace(layer.keys, rope=found.rope)
-    shape = new.meta["example_value"].shape
-    if len(shape) != 4:
-        return Miss(f"the cache tensor has {len(shape)} dimensions, expected 4", read)
-    try:
-        return role, context.planner.unknown_plan(module_path(read), int(shape[3]))
-    except PlanError as error:
-        # A plan that does not fit known keys or values is the user's; this one is a guess.
-        return Miss(str(error).rstrip("."), read)
+    if site is None or role == "unknown":
+        shape = new.meta["example_value"].shape
+        if len(shape) != 4:
+            return Miss(f"the cache tensor has {len(shape)} dimensions, expected 4", read)
+        try:
+            plan = context.planner.unknown_plan(module_path(read), int(shape[3]))
+        except PlanError as error:
+            # A plan that does not fit known keys or values is the user's; this one is a guess.
+            return Miss(str(error).rstrip("."), read)
+        return StoragePlan(role, plan)
+    k, v = (node.meta["example_value"].shape for node in (site.keys, site.values))
+    key_dim, value_dim, kv_heads = int(k[3]), int(v[3]), int(k[1])
+    if warning := context.planner.warning(site.heads, kv_heads):
+        context.warnings.append(f"{site.path}: {warning}")
+    layer = context.planner.layer_plan(site.path, key_dim, value_dim)
+    layer.check(site.path, key_dim, value_dim, kv_heads)
+    if role == "values":
+        return StoragePlan(role, layer.values, layer.value_order)
+    if context.sites.static(read) and (layer.before_rope or layer.keys.codec.static_ranges):
+        return Miss("a static cache takes no calibrated keys, and none before RoPE", read)
+    found = pre_rope(new, read, context) if layer.before_rope else None
+    if isinstance(found, Miss):
+        return found
+    plan = layer.keys if found is None else replace(layer.keys, rope=found.rope)
+    return StoragePlan(role, plan, layer.key_order, layer.key_ranges)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from torch.fx import Node
+from dataclasses import replace
+
+from torch.fx import Graph, Node
 
 from kvpass.format.retention import MAX_STEP
-from kvpass.format.tensor_plan import TensorPlan
-from kvpass.graph.analysis.reads import changes, last_reader
+from kvpass.graph.analysis.effects import changes
+from kvpass.graph.analysis.reads import last_reader
 from kvpass.graph.analysis.updates import CacheUpdate
 from kvpass.graph.logical_calls import AppendCall, PackedCall
 from kvpass.graph.orders import constant_node
+from kvpass.graph.packed_readers import unpacked
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.ops import logical
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.plan_for import changed_later, plan_for, pre_rope
+from kvpass.rules.plan_for import StoragePlan, changed_later, plan_for, pre_rope
 
 
 # The one lossy rule: tokens that have left the exact window come back rounded by their codec. A
@@ -36,81 +39,71 @@ class QuantizeCache(Rule):
             return Miss("the updated cache tensor is changed in place", node)
         if miss := changed_later(update.new, node, context):
             return miss
-        if update.past is not None:
-            kept = update.past.meta["example_value"].plan.window_size
-            if kept != update.window_size:
-                return Miss(
-                    f"the cache keeps {kept} tokens, its update {update.window_size}",
-                    update.returned,
-                )
-            rope = update.past.meta["example_value"].plan.rope
-            found = pre_rope(update.new, node, context) if rope is not None else None
-            if isinstance(found, Miss):
-                return found
-            if rope != (None if found is None else found.rope):
-                return Miss(f"the cache holds keys before {rope}, which they do not get", node)
-            # A filled cache goes on as it was begun; an empty one follows the recipe.
-            role, _ = context.sites.roles.get(node, ("unknown", None))
-            return {"update": update, "role": role, "plan": update.past.meta["example_value"].plan}
-        stored = plan_for(update.new, node, context)
-        if isinstance(stored, Miss):
-            return stored
-        role, plan = stored
-        plan = plan if update.window_size is None else plan.sliding(update.window_size)
-        return {"update": update, "role": role, "plan": plan}
+        if update.past is None:
+            stored = plan_for(update.new, node, context)
+            if isinstance(stored, Miss):
+                return stored
+            if update.window_size is not None:
+                stored = replace(stored, plan=stored.plan.sliding(update.window_size))
+            return {"update": update, "stored": stored}
+        # A filled cache goes on as it was begun; an empty one follows the recipe.
+        plan = update.past.meta["example_value"].plan
+        if plan.window_size != update.window_size:
+            reason = f"the cache keeps {plan.window_size} tokens, its update {update.window_size}"
+            return Miss(reason, update.returned)
+        found = pre_rope(update.new, node, context) if plan.rope is not None else None
+        if isinstance(found, Miss):
+            return found
+        if plan.rope != (None if found is None else found.rope):
+            return Miss(f"the cache holds keys before {plan.rope}, which they do not get", node)
+        role, _ = context.sites.roles.get(node, ("unknown", None))
+        return {"update": update, "stored": StoragePlan(role, plan)}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
-        update, plan = found["update"], found["plan"]
-        n = update.new.meta["example_value"].shape[2]
-        if update.packed and n <= MAX_STEP:
-            with context.graph.inserting_before(node):
-                packed = _append(update, plan, context)
+        update, stored, graph = found["update"], found["stored"], context.graph
+        if update.past is not None and update.new.meta["example_value"].shape[2] <= MAX_STEP:
+            with graph.inserting_before(node):
+                packed = _append(update, stored, graph)
             node.replace_all_uses_with(packed)
-            context.graph.erase_node(node)
+            graph.erase_node(node)
             if update.returned is not node:
-                with context.graph.inserting_before(update.returned):
-                    _return(_slide(packed, update, context), update, context)
+                with graph.inserting_before(update.returned):
+                    _return(packed, update, graph)
         else:
-            with context.graph.inserting_after(last_reader(node)):
-                packed = _append(update, plan, context)
-            with context.graph.inserting_after(packed):
-                _return(_slide(packed, update, context), update, context)
-            if update.packed:
-                with context.graph.inserting_before(node):
-                    past = PackedCall(update.past).insert(context.graph)
-                past.meta["example_value"] = update.past.meta["example_value"].decode()
+            with graph.inserting_after(last_reader(node)):
+                packed = _append(update, stored, graph)
+            with graph.inserting_after(packed):
+                _return(packed, update, graph)
+            if update.past is not None:
+                with graph.inserting_before(node):
+                    past = unpacked(update.past)
                 node.replace_input_with(update.past, past)
             elif update.new is not node:
                 node.replace_all_uses_with(update.new)
-                context.graph.erase_node(node)
-        context.replaced(node, packed)
-        return f"{found['role']} {plan.summary()}"
+                graph.erase_node(node)
+        context.replaced(node, packed, stored.order)
+        return str(stored)
 
 
-def _slide(packed: Node, update: CacheUpdate, context: Context) -> Node:
-    """What the cache keeps of ``packed``."""
-    if update.returned is update.cat or update.past is None:
-        return packed
-    slid = PackedCall(packed).insert(context.graph, logical.slide)
-    slid.meta = {**update.returned.meta}
-    return slid
-
-
-def _return(packed: Node, update: CacheUpdate, context: Context) -> None:
-    context.graph.output_node().replace_input_with(update.returned, packed)
+def _return(packed: Node, update: CacheUpdate, graph: Graph) -> None:
+    """Lets the graph return what the cache keeps of ``packed``."""
+    if update.returned is not update.cat and update.past is not None:
+        packed = PackedCall(packed).insert(graph, logical.slide)
+        packed.meta = {**update.returned.meta}
+    graph.output_node().replace_input_with(update.returned, packed)
     if not update.returned.users:
-        context.graph.erase_node(update.returned)
+        graph.erase_node(update.returned)
 
 
-def _append(update: CacheUpdate, plan: TensorPlan, context: Context) -> Node:
-    whole = plan.window_size is not None and update.returned is update.cat
+def _append(update: CacheUpdate, stored: StoragePlan, graph: Graph) -> Node:
+    whole = stored.plan.window_size is not None and update.returned is update.cat
     constant = None
-    if update.past is None and (ranges := context.ranges.get(update.cat)) is not None:
-        example, params = update.new.meta["example_value"], ranges.tensor()
-        constant = constant_node(context.graph, params, example.device)
-        constant.meta["example_value"] = example.new_empty(params.shape, dtype=params.dtype)
-    call = AppendCall(update.past, update.new, str(plan), whole, ranges=constant)
-    packed = call.insert(context.graph)
+    if stored.ranges is not None:
+        example, ranges = update.new.meta["example_value"], stored.ranges.tensor()
+        constant = constant_node(graph, ranges, example.device)
+        constant.meta["example_value"] = example.new_empty(ranges.shape, dtype=ranges.dtype)
+    call = AppendCall(update.past, update.new, str(stored.plan), whole, ranges=constant)
+    packed = call.insert(graph)
     packed.meta = {**update.cat.meta}
     return packed

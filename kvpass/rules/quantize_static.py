@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Graph, Node
 
 from kvpass.errors import PlanError
 from kvpass.format.retention import MAX_STEP
 from kvpass.format.tensor_plan import TensorPlan
-from kvpass.graph.analysis.reads import changes, last_reader
+from kvpass.graph.analysis.effects import changes
+from kvpass.graph.analysis.reads import last_reader
 from kvpass.graph.analysis.static import StaticUpdate
-from kvpass.graph.logical_calls import AppendCall, PackedCall
+from kvpass.graph.logical_calls import AppendCall
+from kvpass.graph.packed_readers import unpacked
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.plan_for import changed_later, plan_for
+from kvpass.rules.plan_for import StoragePlan, changed_later, plan_for
 
 
 # Where count is how many tokens are written, which is checked when the graph is called. Lossy as
@@ -36,27 +40,28 @@ class QuantizeStatic(Rule):
         if miss := changed_later(update.new, node, context):
             return miss
         if update.past is not None:
-            return {"update": update, "role": "", "plan": update.past.meta["example_value"].plan}
+            plan = update.past.meta["example_value"].plan
+            return {"update": update, "stored": StoragePlan("", plan)}
         if _unread(update):
             reason = "nothing reads it in this graph: its attention is behind a graph break"
             return Miss(reason, update.buffer)
-        found = plan_for(update.new, update.buffer, context)
-        if isinstance(found, Miss):
-            return found
+        stored = plan_for(update.new, update.buffer, context)
+        if isinstance(stored, Miss):
+            return stored
         try:
-            plan = found[1].static(update.room)
+            stored = replace(stored, plan=stored.plan.static(update.room))
         except PlanError as error:
             return Miss(str(error).rstrip("."), update.buffer)
-        return {"update": update, "role": found[0], "plan": plan}
+        return {"update": update, "stored": stored}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
-        update, plan, graph = found["update"], found["plan"], context.graph
+        update, stored, graph = found["update"], found["stored"], context.graph
+        plan = stored.plan
         if update.plain:
             # The graph runs as it is, and the buffer is packed when it has run.
-            order = context.orders.get(update.buffer)
-            update.write.meta["pack_after"] = (update, plan, order)
-            return f"{found['role']} {plan.summary()}, packed after this call"
+            update.write.meta["pack_after"] = (update, plan, stored.order)
+            return f"{stored}, packed after this call"
         n = update.new.meta["example_value"].shape[2]
         if update.past is None:
             packed = _first_prompt(update, plan, context)
@@ -71,13 +76,12 @@ class QuantizeStatic(Rule):
             _erase_dead(update, graph)
         else:
             with graph.inserting_before(min(update.buffer.users)):
-                plain = PackedCall(update.buffer).insert(graph)
-            plain.meta["example_value"] = update.buffer.meta["example_value"].decode()
+                plain = unpacked(update.buffer)
             update.buffer.replace_all_uses_with(plain, lambda user: user is not plain)
             with graph.inserting_after(last_reader(plain)):
                 packed = _append(update, plan, context)
-        context.replaced(update.buffer, packed)
-        return f"{found['role']} {plan.summary()}".strip()
+        context.replaced(update.buffer, packed, stored.order)
+        return str(stored)
 
 
 def _unread(update: StaticUpdate) -> bool:

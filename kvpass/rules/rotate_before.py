@@ -7,19 +7,19 @@ from torch.fx import Node
 
 from kvpass.graph.calls import add_call
 from kvpass.graph.pattern import Captures, Miss
-from kvpass.ops.rotary import rotated
+from kvpass.ops.cos_sin import rotated
 from kvpass.rules.base import Context, Rule
 
 _APPENDS = (torch.ops.kvpass.append.default, torch.ops.kvpass.append_chunks.default)
 
 
-# Inductor's kernels do the one then, and maybe others the other.
+# Inductor's kernels rotate then, and maybe others store.
 class RotateBefore(Rule):
     """Takes the rotary embedding out of an append that plain PyTorch would serve. Applies to bound
     graphs."""
 
     name = "rotate_before"
-    identity = "append(state, x, plan, rows, rope)  =  append(state, rope(x, rows), plan)"
+    identity = "append(state, x, plan, cos_sin, rope)  =  append(state, rope(x, cos_sin), plan)"
     required = False
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
@@ -31,9 +31,9 @@ class RotateBefore(Rule):
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
-        state, new, plan, rows, rope = node.args
+        state, new, plan, cos_sin, rope = node.args
         with context.graph.inserting_before(node):
-            x = add_call(context.graph, rotated, new, rows, rope)
+            x = add_call(context.graph, rotated, new, cos_sin, rope)
         node.args = (state, x, plan)
         reasons = "; ".join(f"{name} declined: {reason}" for name, reason in found["declined"])
         return f"rotated before they are stored: {reasons or 'no other provider'}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch.fx import Node
 
 from kvpass.graph.analysis.forms import repeated
-from kvpass.graph.pattern import Capture, Captures, Miss, argument, call
+from kvpass.graph.calls import erase_unread
+from kvpass.graph.pattern import Call, Capture, Captures, Miss
+from kvpass.graph.spellings import argument, set_argument
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.fuse_attention import erase_unread
 
-_SHARED = call("sdpa", key=repeated(Capture("keys")), value=repeated(Capture("values")))
+_SHARED = Call("sdpa", key=repeated(Capture("keys")), value=repeated(Capture("values")))
 
 
 # Where repeat() repeats KV heads for the query heads sharing them. For the attention that is left
@@ -23,7 +24,7 @@ class ShareHeads(Rule):
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to an SDPA on a CPU, beside an updated cache, that reads repeated heads."""
-        if all(site.root is not node for site in context.sites.attentions):
+        if context.sites.attention(node) is None:
             return None
         found: Captures = {}
         if _SHARED.match(node, found) is not None:
@@ -38,12 +39,9 @@ class ShareHeads(Rule):
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
         old = [argument(node, name) for name in ("key", "value")]
-        for name, plain in zip(("key", "value"), (found["keys"], found["values"]), strict=True):
-            if name in node.kwargs:
-                node.update_kwarg(name, plain)
-            else:
-                node.update_arg(1 if name == "key" else 2, plain)
-        node.update_kwarg("enable_gqa", True)
+        set_argument(node, "key", found["keys"])
+        set_argument(node, "value", found["values"])
+        set_argument(node, "enable_gqa", True)
         for repeat in old:
             erase_unread(repeat)
         heads = found["keys"].meta["example_value"].shape[1]

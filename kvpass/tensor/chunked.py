@@ -69,25 +69,25 @@ class ChunkedKV(PackedKV):
         other exact ones: its tokens are the last.
         """
         plan, last = self.plan, len(self.plan.chunk_codecs)
-        kept = [(p >= 0) & (p < tokens) for p in positions(self.named, plan)]
-        rows: list[list[int]] = torch.stack([k.sum(1) for k in kept], dim=1).tolist()
-        most = max((row[-1] for row in rows), default=0) + plan.chunk
-        named = {f.name: t.clone() for f, t in zip(plan.layout.fields, self.state, strict=True)}
+        left = [((p >= 0) & (p < tokens)).sum(1) for p in positions(self.named, plan)]
+        counts: list[list[int]] = torch.stack(left, dim=1).tolist()
+        most = max((row[-1] for row in counts), default=0) + plan.chunk
+        named = {name: t.clone() for name, t in zip(plan.layout.names, self.state, strict=True)}
         exact = named["codes"]
         if exact.shape[2] < most:
             exact = named["codes"] = plan.layout["codes"].moved(exact, most)
         state = State(list(named.values()), plan)
-        for row, count in enumerate(rows):
+        for row, count in enumerate(counts):
             for segment in range(last):
-                if rest := count[segment] % plan.chunk:
-                    count[segment] -= rest
+                if cut := count[segment] % plan.chunk:
+                    count[segment] -= cut
                     chunk = decoded_chunk(state, plan, segment, row, count[segment])
-                    exact[row, :, count[-1] : count[-1] + rest] = chunk[:, :rest].to(exact.dtype)
-                    count[-1] += rest
+                    exact[row, :, count[-1] : count[-1] + cut] = chunk[:, :cut].to(exact.dtype)
+                    count[-1] += cut
         state.positions.masked_fill_(state.positions >= tokens, -1)
         ends = state.segment_ends
-        ends.copy_(torch.tensor(rows, dtype=torch.int32).view(ends.shape))
-        return state, max((row[-1] for row in rows), default=0)
+        ends.copy_(torch.tensor(counts, dtype=torch.int32).view(ends.shape))
+        return state, max((row[-1] for row in counts), default=0)
 
 
 torch.serialization.add_safe_globals([ChunkedKV, ChunkedPlan])

@@ -1,4 +1,4 @@
-"""What a packed cache tensor does op by op, and a count of the ops for which it has to decode."""
+"""Handlers of ops on a packed cache tensor, and a count of the ops for which it has to decode."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What a `PackedKV` does without decoding, op by op. Every result owns its storage."""
+"""Ops that a `PackedKV` does without decoding. Every result owns its storage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ _SLICE_END = 2**63 - 1
 def rebuilt(
     old: PackedKV, state: Sequence[Tensor], length: int | None = None, written: int | None = None
 ) -> PackedKV:
-    """A handle on a new ``state``, as long as ``old`` unless told otherwise."""
+    """A handle on a new ``state``, by default as long as ``old``."""
     length = old.shape[2] if length is None else length
     written = old.written if written is None else written
     dtype = State(state, old.plan).tokens.dtype
@@ -63,16 +64,9 @@ def to_copy(
     if is_traced(x.segment_ends) or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
     x.check()
-    state = [
-        getattr(x, field.name).to(
-            device=device,
-            dtype=dtype if field.exact else None,
-            non_blocking=non_blocking,
-            copy=True,
-        )
-        for field in x.plan.layout.fields
-    ]
-    return rebuilt(x, state)
+    dtypes = [dtype if field.exact else None for field in x.plan.layout.fields]
+    moved = partial(torch.Tensor.to, device=device, non_blocking=non_blocking, copy=True)
+    return rebuilt(x, [moved(t, dtype=d) for t, d in zip(x.state, dtypes, strict=True)])
 
 
 @handles(aten.index_select.default)
@@ -81,15 +75,12 @@ def index_select(x: PackedKV, dim: int, index: Tensor) -> Any:
     if dim % 4 or is_traced(x.segment_ends):
         return NotImplemented
     x.check()
-    parts = zip(x.plan.layout.fields, x.state, strict=True)
-    # All sequences of a batch may have the same row.
-    return rebuilt(
-        x,
-        [
-            t.clone() if field.shape[0] == "rows" and len(t) == 1 else t.index_select(0, index)
-            for field, t in parts
-        ],
-    )
+    state = []
+    for field, t in zip(x.plan.layout.fields, x.state, strict=True):
+        # All sequences of a batch may have the same cosines and sines.
+        one = field.shape[0] == "rows" and len(t) == 1
+        state.append(t.clone() if one else t.index_select(0, index))
+    return rebuilt(x, state)
 
 
 @handles(aten.index.Tensor)
@@ -107,8 +98,8 @@ def getitem(x: PackedKV, key: Any) -> Any:
     """``x[..., :n, :]`` (a crop), what a sliding window leaves of it, and ``x[i:j]`` or ``x[rows]``
     along the batch; else NotImplemented.
 
-    Taken at ``__getitem__``, not at ``aten.slice``: torch declares the latter's result a view,
-    which would keep the whole of ``x`` alive.
+    Taken here, not at ``aten.slice``: torch declares the latter's result a view, which would keep
+    the whole of ``x`` alive.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     dots = [i for i, k in enumerate(keys) if k is Ellipsis]
@@ -184,20 +175,14 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return _traced(first, first.shape[2] + sum(t.shape[2] for t in rest))
     if dim % 4 == 0:
         return _cat_batch(tensors)
-    expected = (*first.shape[:2], first.shape[3])
     # Keys that come here have been rotated by their rotary embedding.
-    if (
-        dim % 4 != 2
-        or first.plan.rope is not None
-        or any(
-            isinstance(t, PackedKV)
-            or t.dim() != 4
-            or (*t.shape[:2], t.shape[3]) != expected
-            or t.dtype != first.dtype
-            for t in rest
-        )
-    ):
+    if dim % 4 != 2 or first.plan.rope is not None:
         return NotImplemented
+    shape = (*first.shape[:2], first.shape[3])
+    for new in rest:
+        fits = new.dim() == 4 and (*new.shape[:2], new.shape[3]) == shape
+        if isinstance(new, PackedKV) or not fits or new.dtype != first.dtype:
+            return NotImplemented
     first.check()
     result = clone(first)
     for new in rest:
@@ -215,22 +200,18 @@ def extend(x: PackedKV, new: Tensor) -> PackedKV:
 def _cat_batch(tensors: Sequence[Tensor]) -> Any:
     packed = [t for t in tensors if isinstance(t, PackedKV)]
     first = packed[0]
-    if len(packed) != len(tensors) or any(
-        (t.plan, t.order) != (first.plan, first.order) or t.shape[1:] != first.shape[1:]
-        for t in packed
-    ):
+    kinds = {(t.plan, t.order, t.shape[1:]) for t in packed}
+    if len(packed) != len(tensors) or len(kinds) > 1:
         return NotImplemented
     for t in packed:
         t.check()
     if not first.joins(packed):
         return NotImplemented
     copies = [t.widened(packed) for t in packed]
-    state = [
-        torch.cat(
-            [part.expand(len(c), *part.shape[1:]) for part, c in zip(parts, copies, strict=True)]
-        )
-        for parts in zip(*(c.state for c in copies), strict=True)
-    ]
+    state = []
+    for parts in zip(*(c.state for c in copies), strict=True):
+        rows = zip(parts, copies, strict=True)
+        state.append(torch.cat([part.expand(len(c), *part.shape[1:]) for part, c in rows]))
     return rebuilt(first, state, written=max(t.written for t in packed))
 
 
@@ -242,12 +223,10 @@ def zero_(x: PackedKV) -> PackedKV:
         x.segment_ends.zero_()
         x.written = 0
         return x
-    for field in x.plan.layout.own:
-        if field.constant:
-            raise CacheStateError(
-                "A cache tensor with calibrated ranges cannot be set to zero in place. Use a new "
-                "cache."
-            )
+    if any(field.constant for field in x.plan.layout.own):
+        raise CacheStateError(
+            "A cache tensor with calibrated ranges cannot be set to zero in place. Use a new cache."
+        )
     for field in x.plan.layout.own:
         if field.name != "segment_ends":
             getattr(x, field.name).fill_(field.fill or 0)

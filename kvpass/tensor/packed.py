@@ -8,15 +8,9 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
-from kvpass._torch import (
-    is_traced,
-    make_wrapper,
-    tree_leaves,
-    tree_map_only,
-    written_arguments,
-)
+from kvpass._torch import is_traced, make_wrapper, tree_leaves, tree_map_only, written_arguments
+from kvpass.format.channels import ChannelOrder
 from kvpass.format.codec import Codec
-from kvpass.format.order import ChannelOrder
 from kvpass.format.retention import RetentionPolicy
 from kvpass.format.rope import Rope
 from kvpass.format.state import State
@@ -51,12 +45,11 @@ class PackedKV(PackedStorage):
         written: int | None = None,
         order: ChannelOrder | None = None,
     ) -> Self:
-        """Wraps ``state``, which stands for ``tokens`` tokens of logical type ``dtype``; the last
-        of its segments ends at ``written`` (``tokens`` by default), and its channels are in
-        ``order``."""
+        """Wraps ``state``, which stands for ``tokens`` tokens of logical type ``dtype``, whose
+        channels are in ``order``; its last segment ends at ``written`` (default: ``tokens``)."""
         shaped = State(state, plan).tokens
         size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
-        self = make_wrapper(cls, size, stride, dtype, shaped.device)
+        self = make_wrapper(cls, size, stride, shaped, dtype)
         self.plan = plan
         for name, tensor in zip(plan.layout.names, state, strict=True):
             setattr(self, name, tensor)
@@ -103,8 +96,7 @@ class PackedKV(PackedStorage):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes held: codes, scales, minima, exact tokens and ends, spare room included; and what
-        all layers share."""
+        """Bytes held, spare room included, and what all layers share."""
         return sum(t.numel() * t.element_size() for t in self.state)
 
     @property
@@ -112,19 +104,17 @@ class PackedKV(PackedStorage):
         """Bits that store one element of the tokens now held: everything but spare room, and but
         for what all layers share."""
         self.check()
-        ends = [int(e) for e in self.segment_ends[0].tolist()]
-        exact = 8 * self.dtype.itemsize
-        tokens = ends[-1] if self.plan.room is not None else self.shape[2]
-        if self.plan.codec.identity:
+        plan, ends, exact = self.plan, self.row_ends, 8 * self.dtype.itemsize
+        tokens = ends[-1] if plan.room is not None else self.shape[2]
+        if plan.codec.identity:
             bits = float(exact)
         else:
-            sinks = ends[0] if self.plan.sinks else 0
+            sinks = ends[0] if plan.sinks else 0
             packed = max(0, tokens - sinks - (ends[-1] - ends[-2]))
-            bits = self.plan.codec.bits_per_element(self.shape[3], self.shape[1]) * packed
-            bits += exact * (tokens - packed)
-            bits += self.plan.retained * (exact + 32 / self.shape[3])
+            bits = plan.codec.bits_per_element(self.shape[3], self.shape[1]) * packed
+            bits += exact * (tokens - packed) + plan.retained * (exact + 32 / self.shape[3])
             bits /= max(tokens, 1)
-        constant = self.qparams.nbytes if self.plan.codec.static_ranges else 0
+        constant = self.qparams.nbytes if plan.codec.static_ranges else 0
         return bits + 8 * (self.segment_ends.nbytes + constant) / max(self.numel(), 1)
 
     def extended(self, new: int, after: int | None = None) -> Self:
@@ -132,7 +122,7 @@ class PackedKV(PackedStorage):
         ``after`` (by default nothing slides out of it); this one becomes stale."""
         b, h, tokens, d = self.shape
         after = tokens + new if after is None else after
-        handle = make_wrapper(type(self), (b, h, after, d), None, self.dtype, self.device)
+        handle = make_wrapper(type(self), (b, h, after, d), None, self, self.dtype)
         # State, plan, age and Dynamo's marks; this runs per layer and step, so attribute by
         # attribute would be visible.
         handle.__dict__.update(self.__dict__)
@@ -143,8 +133,6 @@ class PackedKV(PackedStorage):
 
     def decode(self) -> Tensor:
         """The plain tensor ``[B, H, T, D]`` that this one stands for."""
-        if is_traced(self.segment_ends):
-            return self.segment_ends.new_empty(self.shape, dtype=self.dtype)
         out = self.stored()
         return out if self.order is None or is_traced(out) else self.order.restore(out)
 
@@ -153,8 +141,8 @@ class PackedKV(PackedStorage):
         if is_traced(self.segment_ends):
             return self.segment_ends.new_empty(self.shape, dtype=self.dtype)
         self.check()
-        tokens, plan = self.shape[2], str(self.plan)
-        out: Tensor = op_of(self.plan, "unpack")(self.state, tokens, plan, self.dtype)
+        unpack = op_of(self.plan, "unpack")
+        out: Tensor = unpack(self.state, self.shape[2], str(self.plan), self.dtype)
         return out
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -169,8 +157,10 @@ class PackedKV(PackedStorage):
         return self.decode()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Raises:
-        CacheStateError: outside compiled code.
+        """Refuses to write outside compiled code.
+
+        Raises:
+            CacheStateError: there.
         """
         if not is_traced(self.segment_ends):
             raise write_refused("__setitem__", self)
@@ -179,8 +169,7 @@ class PackedKV(PackedStorage):
     def repeat_interleave(  # type: ignore[override]
         self, repeats: int | Tensor, dim: int | None = None, *, output_size: int | None = None
     ) -> Tensor:
-        """Natively for the batch dimension; torch would decompose it into views that must
-        decode."""
+        """Stays packed along the batch; torch would decompose it into views that must decode."""
         if dim == 0:
             rows = torch.arange(self.shape[0], device=self.device)
             return self.index_select(
@@ -219,8 +208,10 @@ class PackedKV(PackedStorage):
 
 
 def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises:
-    CacheStateError: if ``func``, an operator that has to decode, writes to a packed tensor.
+    """Refuses an operator that has to decode a packed tensor which it writes to.
+
+    Raises:
+        CacheStateError: if ``func`` is one.
     """
     passed: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)
     for key in written_arguments(func) or ():

@@ -1,4 +1,4 @@
-"""What the cache tensors of a model hold together: what they share counts once."""
+"""Sizes of all cache tensors of a model together: tensors that they share count once."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from kvpass.tensor.packed import PackedKV
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of all of them, spare room included."""
-    parts: dict[int, int] = {}
-    for tensor in tensors:
-        for part in tensor.state if isinstance(tensor, PackedKV) else [tensor]:
-            parts[storage_key(part)] = part.numel() * part.element_size()
-    return sum(parts.values())
+    parts = [p for t in tensors for p in (t.state if isinstance(t, PackedKV) else [t])]
+    return sum({storage_key(part): part.numel() * part.element_size() for part in parts}.values())
 
 
 def stored_bits(tensors: Sequence[Tensor]) -> float:
     """Bits that store one element, everything but spare room; 0 if there is none."""
-    bits, tables = 0.0, {}
+    bits, shared = 0.0, {}
     for tensor in tensors:
         if not isinstance(tensor, PackedKV):
             bits += 8 * tensor.dtype.itemsize * tensor.numel()
             continue
         bits += tensor.bits_per_element * tensor.numel()
         if tensor.plan.rope is not None:
-            shared = tensor.cos_sin
-            row = 8 * shared.shape[0] * shared.shape[2] * shared.element_size()
-            tables[id(shared)] = row * min(tensor.written, shared.shape[1])
-    return (bits + sum(tables.values())) / max(sum(t.numel() for t in tensors), 1)
+            cos_sin = tensor.cos_sin
+            token = 8 * cos_sin.shape[0] * cos_sin.shape[2] * cos_sin.element_size()
+            shared[id(cos_sin)] = token * min(tensor.written, cos_sin.shape[1])
+    return (bits + sum(shared.values())) / max(sum(t.numel() for t in tensors), 1)

@@ -1,4 +1,4 @@
-"""`PackedStorage`: the state of a cache tensor, which grows and can be undone."""
+"""`PackedStorage`: the state of a cache tensor; it grows, and failed steps are rolled back."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor
 
 from kvpass._torch import mark_dynamic
 from kvpass.errors import CacheFullError, StaleHandleError
+from kvpass.format.channels import ChannelOrder
 from kvpass.format.layout import Field
-from kvpass.format.order import ChannelOrder
 from kvpass.format.retention import MAX_STEP
 from kvpass.format.state import State, StateTensors
-from kvpass.ops.append import row_ends
-from kvpass.ops.pack import write_window
+from kvpass.ops.ring import write_ring
 from kvpass.ops.unpack import read_packed
 
 
 class PackedStorage(StateTensors, Tensor):
-    """What a `PackedKV` holds, and how that grows, is cropped, and is undone.
+    """The tensors that a `PackedKV` holds: they grow, are cropped, and are rolled back.
 
     Attributes:
         written: where the last segment ends, as the host knows it.
@@ -55,8 +54,10 @@ class PackedStorage(StateTensors, Tensor):
         return self._steps[0] != self._born
 
     def check(self) -> None:
-        """Raises:
-        StaleHandleError: if a later step has extended the storage.
+        """Refuses a handle on storage that a later step has extended.
+
+        Raises:
+            StaleHandleError: if this is one.
         """
         if self.stale:
             raise StaleHandleError(
@@ -65,17 +66,14 @@ class PackedStorage(StateTensors, Tensor):
             )
 
     def reserve(self, new: int, after: int | None = None) -> None:
-        """Makes room for a step of ``new`` tokens: capacity grows by a quarter at least.
-
-        Args:
-            new: tokens of the step.
-            after: logical length after it; by default nothing slides out of it.
+        """Makes room for a step of ``new`` tokens, after which ``after`` are left (by default
+        nothing slides out): capacity grows by a quarter at least.
 
         Raises:
             CacheFullError: if a static cache has no room for them.
         """
-        tokens, plan = self.shape[2], self.plan
-        after = tokens + new if after is None else after
+        plan = self.plan
+        after = self.shape[2] + new if after is None else after
         if plan.room is not None:
             if self.written + new > plan.room:
                 raise CacheFullError(
@@ -117,13 +115,12 @@ class PackedStorage(StateTensors, Tensor):
         setattr(self, field.name, field.moved(getattr(self, field.name), tokens, end))
 
     def _ring_end(self, grows: str) -> int | None:
-        """Where the tokens end that fields which grow so hold in a ring; None: they lie in
-        order."""
+        """The end of the tokens in fields that grow so and are rings; None: they are none."""
         if grows == "window":
             return self.written
         if self.plan.window_size is None:
             return None
-        ends = row_ends(self.segment_ends)
+        ends = self.row_ends
         return ends[0] if grows == "capacity" else ends[-1]
 
     def widened(self, like: Sequence[PackedStorage]) -> Self:
@@ -139,9 +136,8 @@ class PackedStorage(StateTensors, Tensor):
         """Whether ``others``, of the same plan and length, have their boundaries at the same
         tokens, and the same constants."""
         constant = [f.name for f in self.plan.layout.fields if f.constant]
-        ends = row_ends(self.segment_ends)
         return all(
-            row_ends(other.segment_ends) == ends
+            other.row_ends == self.row_ends
             and all(torch.equal(getattr(other, n)[:1], getattr(self, n)[:1]) for n in constant)
             for other in others
         )
@@ -156,15 +152,15 @@ class PackedStorage(StateTensors, Tensor):
         state = State([t.clone() for t in self.state], plan)
         ends = state.segment_ends
         if not plan.codec.identity:
-            packed, g = row_ends(ends)[-2], plan.codec.token_group
+            packed, group = state.row_ends[-2], plan.codec.token_group
             sinks = min(plan.sinks, total)
-            whole = min(packed, sinks + (total - sinks) // g * g)
-            if whole < min(packed, total):
-                group = read_packed(state, whole, whole + g, self.dtype)
-                write_window(state.window, whole, group[:, :, : total - whole])
-            ends.clamp_(max=whole)
+            left = min(packed, sinks + (total - sinks) // group * group)
+            if left < min(packed, total):
+                cut_through = read_packed(state, left, left + group, self.dtype)
+                write_ring(state.window, left, cut_through[:, :, : total - left])
+            ends.clamp_(max=left)
             if plan.retained:
-                state.positions.masked_fill_(state.positions >= whole, -1)
+                state.positions.masked_fill_(state.positions >= left, -1)
         ends[:, -1] = total
         return state, total
 
@@ -174,7 +170,7 @@ class PackedStorage(StateTensors, Tensor):
         return {name: getattr(self, name).clone() for name in names}
 
     def undo(self, before: dict[str, Tensor]) -> None:
-        """Makes a failed step undone, of which this is the handle; ``before``: its `snapshot`."""
+        """Undoes a failed step on this handle, from the `snapshot` ``before`` it."""
         for name, old in before.items():
             getattr(self, name).copy_(old)
         if "segment_ends" not in before:
@@ -190,7 +186,7 @@ class PackedStorage(StateTensors, Tensor):
             if plan.ring_slots(after) - MAX_STEP > slots:
                 self.grow("window", plan.ring_slots(after + after // 4))
         elif plan.retention.pivotal and (new > MAX_STEP or slots > plan.ring):
-            *_, packed, total = row_ends(self.segment_ends)
+            *_, packed, total = self.row_ends
             exact = total - packed + new
             wanted = max(plan.ring_slots(exact), exact)
             if wanted > slots or 2 * wanted <= slots or wanted == plan.ring:

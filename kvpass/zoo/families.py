@@ -15,6 +15,7 @@ from transformers import (
     MODEL_MAPPING,
 )
 
+from kvpass.bench.models import scale_matrices
 from kvpass.errors import OptionError, unknown
 from kvpass.zoo.sizes import LAYERS, NOT_DECODERS, OVERRIDES, SIZES, TOKENS
 
@@ -26,8 +27,10 @@ def family_names() -> tuple[str, ...]:
 
 
 def check_families(names: Sequence[str]) -> None:
-    """Raises:
-    OptionError: if transformers has no such decoder.
+    """Refuses what is no decoder of transformers, or none that the zoo can run.
+
+    Raises:
+        OptionError: if one of the names is not in `family_names`.
     """
     for name in names:
         if name in NOT_DECODERS:
@@ -67,43 +70,42 @@ def tiny_config(family: str) -> Any:
 
 
 def _shrink_all(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    keep = _shown_layers(defaults)
-    found = {name: _shrink(name, value, defaults, keep) for name, value in defaults.items()}
+    layers = _shown_layers(defaults)
+    found = {name: _shrink(name, value, defaults, layers) for name, value in defaults.items()}
     return {name: small for name, small in found.items() if small is not None}
 
 
-def _shrink(name: str, value: Any, defaults: Mapping[str, Any], keep: list[int]) -> Any:
+def _shrink(name: str, value: Any, defaults: Mapping[str, Any], layers: list[int]) -> Any:
     """The small value of a field; None to leave it at its default."""
     if name in LAYERS:
-        return len(keep)
+        return len(layers)
     if isinstance(value, list):
-        return _layer_list(name, value, _layer_count(defaults), keep)
+        return _layer_list(name, value, _layer_count(defaults), layers)
     if isinstance(value, Mapping) and value:
         if name == "per_layer_config":
-            return _per_layer(value, defaults, keep)
+            return _per_layer(value, defaults, layers)
         if name.endswith("_config"):
             return _shrink_all(value)
         return _plain_rope(value, defaults) if name == "rope_parameters" else None
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0 and name in SIZES:
+    if type(value) is int and value > 0 and name in SIZES:
         return min(value, SIZES[name])
     return None
 
 
-def _layer_list(name: str, value: list[Any], count: int, keep: list[int]) -> list[Any] | None:
-    """What is left of a list with an item per layer, or of a list of layers."""
+def _layer_list(name: str, value: list[Any], count: int, layers: list[int]) -> list[Any] | None:
+    """The rest of a list with an item per layer, or of a list of layers."""
     if _are_layers(value, count):
-        return [new for new, old in enumerate(keep) if old in value]
+        return [new for new, old in enumerate(layers) if old in value]
     if len(value) != count:
         return None
     sizes = isinstance(value[0], int) and value[0] > 1 and name in SIZES
-    return [SIZES[name] if sizes else value[layer] for layer in keep]
+    return [SIZES[name] if sizes else value[layer] for layer in layers]
 
 
 def _are_layers(value: list[Any], count: int) -> bool:
-    """Whether a list is of the numbers of some layers."""
-    return all(type(x) is int for x in value) and len(value) > 1 and value == sorted(
-        set(value) & set(range(count))
-    )  # fmt: skip
+    """Whether a list is of the numbers of some layers, in order."""
+    ordered = all(type(x) is int for x in value) and value == sorted(set(value))
+    return ordered and len(value) > 1 and value[0] >= 0 and value[-1] < count
 
 
 def _layer_count(defaults: Mapping[str, Any]) -> int:
@@ -114,33 +116,36 @@ def _shown_layers(defaults: Mapping[str, Any]) -> list[int]:
     """The first layer of each kind; of a uniform model the first two."""
     count = _layer_count(defaults)
     lists = [v for v in defaults.values() if isinstance(v, list) and v]
-    own = {int(i): repr(v) for i, v in (defaults.get("per_layer_config") or {}).items()}
-    kinds: dict[str, int] = {}
+    own = {int(i): v for i, v in (defaults.get("per_layer_config") or {}).items()}
+    first: dict[str, int] = {}
     for layer in range(count):
-        of_layers = [layer in v for v in lists if _are_layers(v, count)]
-        per_layer = [v[layer] for v in lists if len(v) == count and not _are_layers(v, count)]
-        kinds.setdefault(repr((of_layers, per_layer, own.get(layer))), layer)
-    keep = sorted(kinds.values())
-    return keep if len(keep) > 1 else list(range(min(2, count)))
+        kind = [own.get(layer)]
+        for items in lists:
+            if _are_layers(items, count):
+                kind.append(layer in items)
+            elif len(items) == count:
+                kind.append(items[layer])
+        first.setdefault(repr(kind), layer)
+    layers = sorted(first.values())
+    return layers if len(layers) > 1 else list(range(min(2, count)))
 
 
-def _per_layer(value: Mapping[str, Any], defaults: Mapping[str, Any], keep: list[int]) -> Any:
+def _per_layer(value: Mapping[str, Any], defaults: Mapping[str, Any], layers: list[int]) -> Any:
     """Exceptions of single layers, in the same proportion to the other layers as before."""
     return {
-        str(keep.index(int(layer))): {
+        str(layers.index(int(layer))): {
             name: SIZES[name] * size // defaults[name] for name, size in fields.items()
         }
         for layer, fields in value.items()
-        if int(layer) in keep
+        if int(layer) in layers
     }
 
 
 def _plain_rope(value: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
     """Without scaling for long contexts, whose factors belong to the head dimension."""
-    if any(isinstance(v, Mapping) for v in value.values()):
-        return {
-            k: _plain_rope(v, defaults) if isinstance(v, Mapping) else v for k, v in value.items()
-        }
+    kinds = {name: _plain_rope(v, defaults) for name, v in value.items() if isinstance(v, Mapping)}
+    if kinds:
+        return {**value, **kinds}
     kept = ("rope_theta", "partial_rotary_factor", "mrope_interleaved")
     small = {"rope_type": "default"} | {k: value[k] for k in kept if k in value}
     if sections := value.get("mrope_section"):
@@ -151,27 +156,16 @@ def _plain_rope(value: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
 
 
 def tiny_model(family: str, attention: str, seed: int = 0) -> Any:
-    """A random model of the family in float32 and eval mode.
-
-    Args:
-        family: one of `family_names`.
-        attention: transformers' name of an implementation, e.g. ``sdpa``.
-        seed: of the weights.
+    """A random model of the family in float32 and eval mode; ``attention`` is transformers' name of
+    an implementation, e.g. ``sdpa``.
 
     Returns:
         A causal language model; of families that have none the decoder without its head.
     """
-    config = tiny_config(family)
+    config, parent = tiny_config(family), _parents()[family]
+    causal = parent in MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class: Any = (MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_MAPPING)[parent]
     torch.manual_seed(seed)
-    model = _model_class(family)._from_config(config, attn_implementation=attention)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(4.0)
+    model = model_class._from_config(config, attn_implementation=attention)
+    scale_matrices(model, 4.0)
     return model.float().eval()
-
-
-def _model_class(family: str) -> Any:
-    config = _parents()[family]
-    causal = config in MODEL_FOR_CAUSAL_LM_MAPPING
-    return (MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_MAPPING)[config]

@@ -1,11 +1,8 @@
-"""What the zoo runs, and what it finds."""
+"""Modes of the zoo and outcomes of its runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-ATTENTIONS = ("sdpa", "eager")
-CACHES = ("dynamic", "static")
 
 
 @dataclass(frozen=True)
@@ -13,8 +10,8 @@ class Mode:
     """How a model is called.
 
     Attributes:
-        attention: transformers' implementation, one of `ATTENTIONS`.
-        cache: one of `CACHES`.
+        attention: transformers' implementation, ``sdpa`` or ``eager``.
+        cache: ``dynamic`` or ``static``.
         padded: a batch of three with padding on the left, instead of one sequence without.
     """
 
@@ -28,7 +25,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one family in one mode with one recipe.
+    """The result of one family in one mode with one recipe.
 
     Attributes:
         status: ``ok``; ``wrong`` or ``crash`` (kvpass is at fault); ``timeout``; ``unchecked``

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from itertools import chain
+from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,36 +19,19 @@ from tqdm.auto import tqdm
 from kvpass.zoo.outcome import Mode, Outcome
 from kvpass.zoo.run import run_mode
 
+# Starting a process and waiting for one look after all that this process has started.
+_PROCESSES = Lock()
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run of every family.
-
-    Attributes:
-        modes: how models are called.
-        recipes: names of recipes.
-        inner: what compiles the rewritten graphs.
-        limit: seconds for one family.
-    """
+    """The runs of every family, for at most ``limit`` seconds: modes, names of recipes, and what
+    compiles the rewritten graphs."""
 
     modes: tuple[Mode, ...] = (Mode(),)
     recipes: tuple[str, ...] = ("fp", "kivi-4bit")
     inner: str = "eager"
     limit: float = 300.0
-
-    @property
-    def cases(self) -> list[tuple[Mode, str]]:
-        """In the order in which they are run."""
-        return [(mode, name) for mode in self.modes for name in self.recipes]
-
-
-@dataclass
-class _Worker:
-    family: str
-    process: Any
-    results: Connection
-    until: float
-    done: int = 0
 
 
 # Gives the outcomes of a family in a mode, one per recipe.
@@ -56,17 +42,11 @@ def run_families(
     families: Sequence[str],
     settings: Settings,
     jobs: int = 1,
-    progress: bool = False,
     work: Work = run_mode,
 ) -> list[Outcome]:
     """The outcomes of all families, in the order of ``families``, ``modes`` and ``recipes``.
 
-    Args:
-        families: of `kvpass.zoo.families.family_names`.
-        settings: what is run.
-        jobs: processes at a time, each with one thread.
-        progress: show a bar.
-        work: what is called in each process for each mode.
+    Each of the ``jobs`` processes at a time has one thread, and calls ``work`` for each mode.
     """
     # A server that has imported everything and started no thread: a process is there at once.
     context: Any = multiprocessing.get_context("forkserver")
@@ -75,85 +55,49 @@ def run_families(
     first = context.Process()
     first.start()
     first.join()
-    outcomes: list[Outcome] = []
-    total = len(families) * len(settings.cases)
-    with tqdm(total=total, desc="zoo", disable=not progress, leave=False) as bar:
-        for outcome in _outcomes(context, list(families), settings, jobs, work):
-            outcomes.append(outcome)
-            bar.set_postfix_str(outcome.family)
-            bar.update()
-    place = {name: i for i, name in enumerate(families)}
-    return sorted(outcomes, key=lambda outcome: place[outcome.family])
+
+    def run(family: str) -> list[Outcome]:
+        outcomes = _run_family(context, family, settings, work)
+        bar.set_postfix_str(family)
+        bar.update()
+        return outcomes
+
+    with (
+        tqdm(total=len(families), desc="zoo", disable=None, leave=False) as bar,
+        ThreadPoolExecutor(jobs) as threads,
+    ):
+        return list(chain.from_iterable(threads.map(run, families)))
 
 
-def _outcomes(
-    context: Any, waiting: list[str], settings: Settings, jobs: int, work: Work
-) -> Iterator[Outcome]:
-    """As they come. Those of one family come in order."""
-    running: list[_Worker] = []
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(_start(context, waiting.pop(0), settings, work))
-            patience = max(0.0, min(w.until for w in running) - time.monotonic())
-            ready = wait([w.results for w in running], timeout=patience)
-            for worker in list(running):
-                told = worker.results in ready
-                if told and (outcome := _receive(worker)) is not None:
-                    worker.done += 1
-                    yield outcome
-                elif told or time.monotonic() > worker.until:
-                    running.remove(worker)
-                    yield from _ended(worker, settings, late=not told)
-    finally:
-        for worker in running:
-            _stop(worker)
-
-
-def _start(context: Any, family: str, settings: Settings, work: Work) -> _Worker:
+def _run_family(context: Any, family: str, settings: Settings, work: Work) -> list[Outcome]:
+    """The outcomes of one process; those that it does not report are its end's."""
     results, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(family, settings, sender, work))
-    process.start()
+    process = context.Process(target=_work, args=(family, settings, sender, work))
+    with _PROCESSES:
+        process.start()
     sender.close()
-    return _Worker(family, process, results, time.monotonic() + settings.limit)
+    outcomes, until, late = [], time.monotonic() + settings.limit, True
+    try:
+        while results.poll(max(0.0, until - time.monotonic())):
+            outcomes.append(results.recv())
+    except EOFError:
+        late = False
+    with _PROCESSES:
+        process.join(timeout=0 if late else 1)
+        process.kill()
+        process.join()
+    status, problem = "crash", f"the process ended with code {process.exitcode}"
+    if late:
+        status, problem = "timeout", f"the family took more than {settings.limit:g} s"
+    cases = [(mode, name) for mode in settings.modes for name in settings.recipes]
+    missing = cases[len(outcomes) :]
+    return outcomes + [Outcome(family, *case, status, problem=problem) for case in missing]
 
 
-def _run(family: str, settings: Settings, results: Connection, work: Work) -> None:
+def _work(family: str, settings: Settings, results: Connection, work: Work) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     for mode in settings.modes:
         for outcome in work(family, mode, settings.recipes, settings.inner):
             results.send(outcome)
     results.close()
-
-
-def _receive(worker: _Worker) -> Outcome | None:
-    """The next outcome; None after the last one."""
-    try:
-        outcome: Outcome = worker.results.recv()
-    except EOFError:
-        return None
-    return outcome
-
-
-def _ended(worker: _Worker, settings: Settings, late: bool) -> Iterator[Outcome]:
-    """Accounts for the cases that a process has not reported."""
-    _stop(worker)
-    status = "timeout" if late else "crash"
-    problem = (
-        f"the family took more than {settings.limit:g} s"
-        if late
-        else f"the process ended with code {worker.process.exitcode}"
-    )
-    for mode, name in settings.cases[worker.done :]:
-        yield Outcome(worker.family, mode, name, status, problem=problem)
-
-
-def _stop(worker: _Worker) -> None:
-    if worker.results.closed:
-        return
-    worker.results.close()
-    worker.process.join(timeout=1)
-    if worker.process.is_alive():
-        worker.process.kill()
-        worker.process.join()

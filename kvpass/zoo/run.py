@@ -8,7 +8,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,6 +17,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without installation)
 from kvpass._torch import graph_counts
+from kvpass.calibration.samples import STORED
+from kvpass.errors import cut
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.inspect.explain import explain
 from kvpass.inspect.report import GraphReport
@@ -32,8 +33,7 @@ from kvpass.zoo.steps import Text, new_cache, random_text, run_steps
 
 # Small enough for keys to be packed while decoding.
 _SMALL = {"group": 16, "residual": 16}
-
-UPDATES = ("quantize_cache", "quantize_static")
+_UPDATES = ("quantize_cache", "quantize_static")
 
 # Of logits, relative to the largest one of the plain model: the same values through other kernels
 # in float32, with sums in another order. It is 3e-6 at most over all families.
@@ -58,22 +58,17 @@ class _Subject:
 def run_mode(
     family: str, mode: Mode, recipes: Sequence[str], inner: str = "eager"
 ) -> Iterator[Outcome]:
-    """One outcome per recipe. Never raises.
-
-    Args:
-        family: one of `kvpass.zoo.families.family_names`.
-        mode: how it is called.
-        recipes: names of recipes.
-        inner: what compiles the rewritten graphs, ``eager`` or ``inductor``.
-    """
-    with _quiet():
+    """One outcome per recipe, of a family of `kvpass.zoo.families.family_names`. Never raises.
+    ``inner`` compiles the rewritten graphs: ``eager`` or ``inductor``."""
+    # What warnings say is in the outcome.
+    with warnings.catch_warnings(action="ignore"):
         try:
             subject = _subject(family, mode)
         except Exception as error:
             lacking = "does not support an attention implementation" in str(error)
             status = "no such attention" if lacking else "plain fails"
             for name in recipes:
-                yield Outcome(family, mode, name, status, problem=one_line(error))
+                yield Outcome(family, mode, name, status, problem=problem_of(error))
             return
         for name in recipes:
             try:
@@ -81,7 +76,7 @@ def run_mode(
                 if outcome.status == "wrong" and outcome.error <= TOLERANCE_FLIP:
                     outcome = _without_flips(outcome, inner)
             except Exception as error:
-                outcome = Outcome(family, mode, name, "crash", problem=one_line(error))
+                outcome = Outcome(family, mode, name, "crash", problem=problem_of(error))
             yield outcome
 
 
@@ -94,7 +89,7 @@ def _subject(family: str, mode: Mode, seed: int = 0) -> _Subject:
 
 
 def _without_flips(outcome: Outcome, inner: str) -> Outcome:
-    """Right after all if the same is right with two other sets of weights, see `TOLERANCE_FLIP`."""
+    """The outcome, right after all if two other sets of weights are, see `TOLERANCE_FLIP`."""
     family, mode, name = outcome.family, outcome.mode, outcome.recipe
     for seed in (1, 2):
         other = _compiled(family, mode, name, _subject(family, mode, seed), inner)
@@ -115,19 +110,14 @@ def _compiled(family: str, mode: Mode, name: str, subject: _Subject, inner: str)
     except Exception as error:
         without = _compiler_problem(subject, mode)
         status = "compile fails" if without else "crash"
-        return replace(outcome, status=status, problem=without or one_line(error))
+        return replace(outcome, status=status, problem=without or problem_of(error))
     seconds = time.perf_counter() - start
     graphs, breaks = (b - a for a, b in zip(counts, graph_counts(), strict=True))
     packed = [t for t in _tensors(cache) if isinstance(t, PackedKV)]
     outcome = replace(
-        outcome,
-        packed=len(packed),
-        graphs=graphs,
-        breaks=breaks,
-        outside=DECODES.total() - outside,
-        seconds=seconds,
-        **_sites(explain(twin).graphs, len(packed)),
-    )
+        outcome, packed=len(packed), graphs=graphs, breaks=breaks, seconds=seconds,
+        outside=DECODES.total() - outside, **_sites(explain(twin).graphs, len(packed)),
+    )  # fmt: skip
     wanted = subject.plain
     lossy = any(not t.plan.codec.identity for t in packed)
     if lossy:
@@ -135,32 +125,27 @@ def _compiled(family: str, mode: Mode, name: str, subject: _Subject, inner: str)
         if isinstance(reference, str):
             return replace(outcome, status="unchecked", problem=reference)
         wanted, _ = run_steps(subject.model, subject.text, reference)
-    outcome = _judged(outcome, got, wanted, subject)
-    if outcome.status == "wrong" and lossy and (peculiar := _peculiar_cache(subject)):
-        return replace(outcome, status="unchecked", problem=peculiar)
-    if outcome.status == "wrong" and (without := _compiler_problem(subject, mode)):
-        return replace(outcome, status="compile fails", problem=without)
-    return outcome
-
-
-def _judged(outcome: Outcome, got: Tensor, wanted: Tensor, subject: _Subject) -> Outcome:
-    error, effect = (_relative(x, wanted, subject) for x in (got, subject.plain))
-    outcome = replace(outcome, error=error, effect=effect, tolerance=TOLERANCE)
-    if error <= TOLERANCE:
+    off, effect = (_relative(x, wanted, subject) for x in (got, subject.plain))
+    outcome = replace(outcome, error=off, effect=effect, tolerance=TOLERANCE)
+    if off <= TOLERANCE:
         return outcome
-    problem = f"relative error {error:.1e}, allowed {TOLERANCE:.0e}"
+    if lossy and (changed := _change_by_cache(subject)):
+        return replace(outcome, status="unchecked", problem=changed)
+    if without := _compiler_problem(subject, mode):
+        return replace(outcome, status="compile fails", problem=without)
+    problem = f"relative error {off:.1e}, allowed {TOLERANCE:.0e}"
     return replace(outcome, status="wrong", problem=problem)
 
 
 def _relative(got: Tensor, wanted: Tensor, subject: _Subject) -> float:
     """The largest difference where there is no padding, relative to the largest plain logit."""
-    seen = subject.text.visible
-    difference = (got - wanted)[seen].abs().max() / subject.plain[seen].abs().max()
+    visible = subject.text.visible
+    difference = (got - wanted)[visible].abs().max() / subject.plain[visible].abs().max()
     return float(difference.nan_to_num(nan=torch.inf))
 
 
-def _peculiar_cache(subject: _Subject) -> str | None:
-    """Why the oracle, which is a dynamic cache, says nothing of the subject's kind of cache."""
+def _change_by_cache(subject: _Subject) -> str | None:
+    """Why the oracle, which is a dynamic cache, does not fit the subject's kind of cache."""
     other, _ = run_steps(subject.model, subject.text, None)
     changed = _relative(other, subject.plain, subject)
     if changed <= TOLERANCE:
@@ -170,14 +155,14 @@ def _peculiar_cache(subject: _Subject) -> str | None:
 
 
 def _compiler_problem(subject: _Subject, mode: Mode) -> str | None:
-    """What ``torch.compile`` does wrong on this model without kvpass; None if nothing."""
+    """The mistake of ``torch.compile`` on this model without kvpass; None if there is none."""
     torch.compiler.reset()
     twin = copy.deepcopy(subject.model)
     twin.compile(backend="eager")
     try:
         got, _ = run_steps(twin, subject.text, new_cache(mode, twin.config))
     except Exception as error:
-        return one_line(error)
+        return problem_of(error)
     changed = _relative(got, subject.plain, subject)
     return None if changed <= TOLERANCE else f"relative error {changed:.1e} without kvpass"
 
@@ -200,11 +185,18 @@ def reference_cache(cache: Any, cache_type: type, config: Any) -> Any:
 
 def _layer_plan(layer: Any) -> LayerPlan:
     """How the layer is held, without what the kind of its cache adds to the recipe's plan."""
-    held = [getattr(layer, name, None) for name in ("keys", "values")]
-    plans = [x.plan if isinstance(x, PackedKV) else TensorPlan() for x in held]
-    keys, values = (TensorPlan(plan.codec, plan.retention) for plan in plans)
-    key_order, value_order = (x.order if isinstance(x, PackedKV) else None for x in held)
+    held = [getattr(layer, name, None) for name in STORED]
+    packed = [x if isinstance(x, PackedKV) else None for x in held]
+    keys, values = (
+        TensorPlan() if x is None else TensorPlan(x.plan.codec, x.plan.retention) for x in packed
+    )
+    key_order, value_order = (None if x is None else x.order for x in packed)
     return LayerPlan(keys, values, key_order, value_order)
+
+
+def problem_of(error: BaseException) -> str:
+    """An error in a line of bounded length."""
+    return cut(f"{type(error).__name__}: {error}", 300)
 
 
 def small_recipe(name: str) -> Recipe:
@@ -214,13 +206,12 @@ def small_recipe(name: str) -> Recipe:
 
 
 def _layers(cache: Any) -> Sequence[Any]:
-    own = getattr(cache, "self_attention_cache", cache)
-    return getattr(own, "layers", ())
+    return getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
 
 
 def _tensors(cache: Any) -> list[Tensor]:
     """Keys and values of all layers."""
-    found = (getattr(x, name, None) for x in _layers(cache) for name in ("keys", "values"))
+    found = (getattr(x, name, None) for x in _layers(cache) for name in STORED)
     return [t for t in found if isinstance(t, Tensor)]
 
 
@@ -229,34 +220,20 @@ def _sites(reports: Sequence[GraphReport], packed: int) -> dict[str, Any]:
     updates: dict[str, int] = {}
     fused, refused = set(), set()
     for report in reports:
-        fired = Counter(e.path for e in report.events if e.fired and e.rule in UPDATES)
+        fired = Counter(e.path for e in report.events if e.fired and e.rule in _UPDATES)
         updates = {p: max(fired[p], updates.get(p, 0)) for p in {*fired, *updates}}
         fused |= {e.path for e in report.events if e.fired and e.rule == "fuse_attention"}
-        refused |= {(e.path, e.rule, reason(e.detail)) for e in report.events if not e.fired}
+        # Reasons without the names of nodes.
+        refused |= {
+            (e.path, f"{e.rule}: {re.sub(r' [(]at [^()]*[)]$', '', e.detail)}")
+            for e in report.events
+            if not e.fired
+        }
     # Behind graph breaks several modules have one path.
     decoded = sum(n for p, n in updates.items() if p not in fused) if fused else packed
     decoded = min(decoded, packed)
     return {
         "fused": packed - decoded,
         "decoded": decoded,
-        "refused": dict(Counter(f"{rule}: {why}" for _, rule, why in refused)),
+        "refused": dict(Counter(why for _, why in refused)),
     }
-
-
-def reason(detail: str) -> str:
-    """A refusal's reason without the names of nodes."""
-    return re.sub(r" \(at [^()]*\)$", "", detail)
-
-
-def one_line(error: BaseException) -> str:
-    """An error in a line of bounded length."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 300 else text[:300] + " ..."
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings: what they say is in the outcome."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

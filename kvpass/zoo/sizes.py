@@ -1,4 +1,4 @@
-"""What a tiny config consists of: sizes by the names of fields, and exceptions by family."""
+"""The parts of a tiny config: sizes by the names of fields, and exceptions by family."""
 
 from __future__ import annotations
 
@@ -46,37 +46,24 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
 
-_SLIDING = {"sliding_window": SLIDING_WINDOW}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_TWO_ROPES = {
-    kind: {"rope_type": "default", "rope_theta": 10000.0}
-    for kind in ("sliding_attention", "full_attention")
-}
-_LLAMA4_ROPE = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "llama_4_scaling_beta": 0.1,
-    "original_max_position_embeddings": SLIDING_WINDOW,
-    "max_position_embeddings": POSITIONS,
-}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {**_ROPE, "mrope_section": [2, 3, 3]}
+_TWO_ROPES = dict.fromkeys(("sliding_attention", "full_attention"), _ROPE)
+_LLAMA4_ROPE = {**_ROPE, "llama_4_scaling_beta": 0.1, "max_position_embeddings": POSITIONS,
+                "original_max_position_embeddings": SLIDING_WINDOW}  # fmt: skip
 # Where fields by name are not enough, each with the reason.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # Published models have a sliding window, the default config has none.
-    "phi3": _SLIDING,
-    "phimoe": _SLIDING,
-    "starcoder2": _SLIDING,
-    "mixtral": _SLIDING,
+    **{family: {"sliding_window": SLIDING_WINDOW}
+       for family in ("phi3", "phimoe", "starcoder2", "mixtral")},
     # Kinds of layers that the default config writes in other ways than one list.
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "lfm2": {
-        "layer_types": ["conv", "full_attention"],
-        "full_attn_idxs": [1],
-        "num_hidden_layers": 2,
-    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1],
+             "num_hidden_layers": 2},
     # Layers that share the keys and values of earlier ones, as in published models.
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_text": {
@@ -86,59 +73,37 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}},
     },
     # The shared block is that of the first hybrid layer; two show it.
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "attention_head_dim": 32,
-        "attention_hidden_size": 128,
-    },
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+              "attention_head_dim": 32, "attention_hidden_size": 128},
     # Sizes that the default config leaves out.
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
+    **{family: {"head_dim": 16} for family in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _MROPE},
-    "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "cohere_compass_text": {"layer_types": list(_TWO_ROPES), "rope_parameters": _TWO_ROPES},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 32,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+                       "indexer_budget": 32, "indexer_compress_ratio": 4},
     "xmod": {"default_language": "en_XX"},
     "chameleon": {"vocabulary_map": {"<image>": 127, "IMGIMGAZ": 126}},
     # Sections of the position encoding that the default config leaves out.
-    "qwen2_vl_text": {"rope_parameters": _MROPE},
-    "qwen2_5_vl_text": {"rope_parameters": _MROPE},
-    "glm4v_text": {"rope_parameters": _MROPE},
-    "glm_ocr_text": {"rope_parameters": _MROPE},
-    "glm4v_moe_text": {
-        "rope_parameters": {**_MROPE, "mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
-    },
+    **{family: {"rope_parameters": _MROPE}
+       for family in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_ocr_text")},
+    "glm4v_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [1, 2, 1],
+                                           "partial_rotary_factor": 0.5}},
     # Queries are scaled by position from the original length on.
     "ministral3": {"rope_parameters": _LLAMA4_ROPE},
     "mistral4": {"rope_parameters": {**_LLAMA4_ROPE, "partial_rotary_factor": 0.5}},
     # Sizes that must agree.
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
-    "dots3_note_text": {
-        "head_dim": 40,
-        "per_layer_config": {
-            "2": {
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "kv_lora_rank": 64,
-                "qk_nope_head_dim": 24,
-            }
-        },
-    },
+    "dots3_note_text": {"head_dim": 40, "per_layer_config": {"2": {
+        "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 24,
+    }}},
     # One code book, so that a step takes one token.
-    "musicgen_decoder": {"num_codebooks": 1},
-    "musicgen_melody_decoder": {"num_codebooks": 1},
-}
+    **{family: {"num_codebooks": 1} for family in ("musicgen_decoder", "musicgen_melody_decoder")},
+}  # fmt: skip
 
 # Model types of the same mappings that cannot be run as a decoder of token ids, with the reason.
 NOT_DECODERS: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""What the models of the zoo read, and how."""
+"""Texts that the models of the zoo read, step by step."""
 
 from __future__ import annotations
 
@@ -30,32 +30,26 @@ class Text:
     @property
     def visible(self) -> Tensor:
         """Positions that are not padding, bool ``[B, T]``."""
-        if self.mask is None:
-            return torch.ones_like(self.ids, dtype=torch.bool)
-        return self.mask.bool()
+        return (torch.ones_like(self.ids) if self.mask is None else self.mask).bool()
 
 
 def random_text(mode: Mode) -> Text:
-    """What a model is fed in this mode."""
-    prompt = PADDED_PROMPT if mode.padded else PROMPT
-    total, batch = prompt + DECODE_STEPS, len(PADDING) if mode.padded else 1
-    generator = torch.Generator().manual_seed(0)
+    """The text of this mode."""
+    prompt, padding = (PADDED_PROMPT, PADDING) if mode.padded else (PROMPT, (0,))
+    total = prompt + DECODE_STEPS
     # The first and the last ids are special in some families.
-    ids = torch.randint(8, VOCABULARY - 8, (batch, total), generator=generator)
-    if not mode.padded:
-        return Text(ids, None, prompt)
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(PADDING):
-        mask[row, :pad] = 0
-    return Text(ids, mask, prompt)
+    ids = torch.randint(
+        8, VOCABULARY - 8, (len(padding), total), generator=torch.Generator().manual_seed(0)
+    )
+    mask = (torch.arange(total) >= torch.tensor(padding).unsqueeze(1)).long()
+    return Text(ids, mask if mode.padded else None, prompt)
 
 
 @torch.no_grad()
 def run_steps(model: Any, text: Text, cache: Any) -> tuple[Tensor, Any]:
     """Logits ``[B, T, V]`` of a prompt and of single tokens after it, and the cache."""
-    total = text.ids.shape[1]
     logits, position = [], 0
-    for end in (text.prompt, *range(text.prompt + 1, total + 1)):
+    for end in range(text.prompt, text.ids.shape[1] + 1):
         out = model(
             input_ids=text.ids[:, position:end],
             attention_mask=None if text.mask is None else text.mask[:, :end],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from kvpass.bench.report import Section
-from kvpass.errors import OptionError
 from kvpass.zoo.outcome import Outcome
 
 # Worst first. A cell of the table is about the worst of its recipes.
@@ -35,19 +36,19 @@ def zoo_section(outcomes: Sequence[Outcome]) -> Section:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """One line: how many families are packed wholly, in part, or not at all."""
-    counts = {"wholly packed": 0, "packed in part": 0, "not packed": 0, "failed": 0}
-    for own in _by_family(outcomes).values():
-        checked = [o for o in own if o.tensors]
-        if any(o.failed for o in own):
-            counts["failed"] += 1
-        elif checked and all(o.packed == o.tensors for o in checked):
-            counts["wholly packed"] += 1
-        elif any(o.packed for o in checked):
-            counts["packed in part"] += 1
-        else:
-            counts["not packed"] += 1
-    listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return f"{len(_by_family(outcomes))} families: {listed}"
+    families = _by_family(outcomes)
+    counts = Counter(_packed(own) for own in families.values())
+    kinds = ("wholly packed", "packed in part", "not packed", "failed")
+    return f"{len(families)} families: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
+
+
+def _packed(own: Sequence[Outcome]) -> str:
+    checked = [o for o in own if o.tensors]
+    if any(o.failed for o in own):
+        return "failed"
+    if checked and all(o.packed == o.tensors for o in checked):
+        return "wholly packed"
+    return "packed in part" if any(o.packed for o in checked) else "not packed"
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
@@ -59,41 +60,17 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([section.title, "", *lines, "", *notes]) + "\n"
 
 
-def write_markdown(path: str, outcomes: Sequence[Outcome]) -> None:
-    """Writes `markdown`.
-
-    Raises:
-        OptionError: if the file cannot be written.
-    """
-    try:
-        Path(path).write_text(markdown(outcomes))
-    except OSError as error:
-        raise OptionError(f"'{path}' cannot be written: {error.strerror}.") from error
-
-
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
     """All that is known of one outcome."""
     return {**asdict(outcome), "mode": str(outcome.mode), **asdict(outcome.mode)}
 
 
-def refusals(outcomes: Sequence[Outcome]) -> Mapping[str, list[str]]:
-    """Families by the reason for which something of theirs was refused, the commonest first."""
-    found: dict[str, dict[str, None]] = {}
-    for outcome in outcomes:
-        for why in outcome.refused:
-            found.setdefault(why, {})[outcome.family] = None
-    return {why: list(found[why]) for why in sorted(found, key=lambda w: (-len(found[w]), w))}
-
-
 def _by_family(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault(outcome.family, []).append(outcome)
-    return found
+    """Outcomes by family; `kvpass.zoo.pool.run_families` gives those of one without a gap."""
+    return {name: list(own) for name, own in groupby(outcomes, key=attrgetter("family"))}
 
 
 def _cell(own: Sequence[Outcome]) -> str:
-    """About the worst of the recipes."""
     if not own:
         return "-"
     worst = min(own, key=lambda o: (_STATUSES.index(o.status), o.packed))
@@ -106,17 +83,19 @@ def _cell(own: Sequence[Outcome]) -> str:
 
 
 def _notes(outcomes: Sequence[Outcome]) -> list[str]:
-    failed = [f"{o.family} {o.mode} {o.recipe}: {o.status}: {o.problem}"
-              for o in outcomes if o.failed]  # fmt: skip
-    refused = [
-        f"refused in {len(families)} ({', '.join(families)}): {why}"
-        for why, families in refusals(outcomes).items()
-    ]
+    notes = [f"{o.family} {o.mode} {o.recipe}: {o.status}: {o.problem}"
+             for o in outcomes if o.failed]  # fmt: skip
+    refused: dict[str, dict[str, None]] = {}
+    for outcome in outcomes:
+        for why in outcome.refused:
+            refused.setdefault(why, {})[outcome.family] = None
+    for why, families in sorted(refused.items(), key=lambda item: (-len(item[1]), item[0])):
+        notes.append(f"refused in {len(families)} ({', '.join(families)}): {why}")
     # An update that is not even refused was not recognised as one.
     unseen = dict.fromkeys(
         o.family for o in outcomes if o.status == "ok" and o.packed < o.tensors and not o.refused
     )
-    unknown = [f"cache updates not recognised in {len(unseen)}: {', '.join(unseen)}"]
+    if unseen:
+        notes.append(f"cache updates not recognised in {len(unseen)}: {', '.join(unseen)}")
     without = {(o.family, o.status, o.problem) for o in outcomes if o.status.endswith(" fails")}
-    plain = [f"{family}: {status}: {problem}" for family, status, problem in sorted(without)]
-    return [*failed, *refused, *(unknown if unseen else []), *plain]
+    return notes + [": ".join(parts) for parts in sorted(without)]

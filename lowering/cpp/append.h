@@ -38,21 +38,14 @@ template <class A> int64_t append_packed(const A& a) {
   };
   // Waking threads costs more than storing a few tokens.
   const int threads = (end - packed) * pairs < 64 ? 1 : a.threads;
-  if constexpr (X::DEQUANT_FIRST) {
-#pragma omp parallel for num_threads(threads) collapse(2)
-    for (int64_t b = 0; b < state.batch; b++)
-      for (int64_t t = oldest; t < end; t++) {
-        const auto row = [&](int64_t head) { return row_of(b * state.heads + head, t); };
-        encode_token(state, b, state.slot_of(t), row, a.midpoints);
-      }
-  }
+  if constexpr (X::DEQUANT_FIRST) encode_tokens(state, oldest, end, threads, row_of);
 #pragma omp parallel for num_threads(threads)
   for (int64_t pair = 0; pair < pairs; pair++) {
     const auto row = [&](int64_t t) { return row_of(pair, t); };
-    if constexpr (X::DIRECT) encode(state, pair, oldest, end, row, a.clip);
-    keep(state, pair, std::max(total, end), total + count, row);
+    if constexpr (X::DIRECT) encode(state, pair, oldest, end, row);
+    store_exact(state, pair, std::max(total, end), total + count, row);
     const auto sink = [&](int64_t t) { return tokens.row(pair, state.heads, t - written); };
-    keep_sinks(state, pair, written, total, sink);
+    store_sinks(state, pair, written, total, sink);
   }
   // Until sinks are all there, they are all that is.
   state.set_ends(filling ? total : state.segment_ends[0], end, total + count);

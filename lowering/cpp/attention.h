@@ -2,11 +2,13 @@
 #pragma once
 #include <cmath>
 
-#include "gemm.h"
-#include "gemv.h"
+#include "pair.h"
 
 namespace {
 
+// See gemv.h for up to A::ROWS query rows, gemm.h for any number of them.
+template <class A> struct Panel;
+template <class A> struct WidePanel;
 template <class A>
 using PanelOf = typename std::conditional_t<(A::ROWS > 0), Panel<A>, WidePanel<A>>;
 

@@ -2,17 +2,139 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvpass.ops.attention import AttentionArguments
-from lowering.cpp.attend import attend, decline
+from lowering.cpp.constants import (
+    DTYPES,
+    Constants,
+    constants_of,
+    unsupported_device,
+    unsupported_plan,
+)
+from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
+from lowering.cpp.structs import (
+    TOKENS,
+    attention_struct,
+    dense,
+    state_numbers,
+    state_struct,
+    token_numbers,
+)
+from lowering.support import unsupported_formats, unsupported_gaps
+
+# Query rows whose sums, and those of the tokens beside them, fill the registers (gemv.h). For more,
+# tokens are decoded first, and rows fill vectors (gemm.h): of 8 numbers for so many rows, else of
+# any size.
+_GEMV_ROWS = 4
+_VECTOR_ROWS = 8
+_GEMM_ROWS = 16
+_FEWEST_LANES = 4
+_KINDS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
+
+
+class Kernel(NamedTuple):
+    """What one function is made for.
+
+    Attributes:
+        rows: query rows, see `_rows`.
+        segment: tokens are one of several segments.
+    """
+
+    k_plan: str
+    v_plan: str
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+    rows: int
+    segment: bool
+
+    @classmethod
+    def of(cls, a: AttentionArguments, segment: bool) -> Kernel:
+        """The kernel that these arguments need."""
+        keys, values = a.states
+        dims = int(keys.tokens.shape[3]), int(values.tokens.shape[3])
+        return cls(a.k_plan, a.v_plan, *dims, a.q.dtype, _rows(a.q, keys.codes), segment)
+
+    @property
+    def constants(self) -> tuple[Constants, Constants]:
+        """What is known of keys and of values."""
+        return constants_of(self.k_plan, self.k_dim), constants_of(self.v_plan, self.v_dim)
+
+    @property
+    def lanes(self) -> int:
+        """Vectors no wider than a plane of words, or than the rows that fill them: they would be
+        mostly padding. What is decoded first may be so for the time of that."""
+        lanes = native_lanes()
+        if self.rows > _GEMV_ROWS:
+            return min(lanes, self.rows)
+        width = min(2 * c.width if c.dequant_first else c.width for c in self.constants)
+        while lanes > max(width, _FEWEST_LANES):
+            lanes //= 2
+        return lanes
+
+    @property
+    def source(self) -> str:
+        """The function in C++."""
+        k, v = self.constants
+        keys = state_struct("KeyState", str(k.plan), shared=True)
+        values = state_struct("ValueState", str(v.plan), shared=True)
+        arguments = attention_struct(str(k.plan), str(v.plan), self.segment).declaration(
+            f"using K = {keys.used_as}", f"using V = {values.used_as}", "using Element = Scalar",
+            ROWS=self.rows if self.rows <= _GEMV_ROWS else 0,
+            # Half of the registers hold sums; wide vectors come with twice as many registers.
+            SUMS=16 if native_lanes() == 16 else 8,
+            SEGMENT=self.segment,
+        )  # fmt: skip
+        structs = k.declaration(keys), v.declaration(values), TOKENS.declaration(), arguments
+        kind = "gemv.h" if self.rows <= _GEMV_ROWS else "gemm.h"
+        headers = kind, "attention.h"
+        return source(headers, ("attention",), structs, lanes=self.lanes, dtype=self.dtype)
+
+
+def _rows(q: Tensor, k: Tensor) -> int:
+    """Query rows that a function is made for, no fewer than share a KV head; `_GEMM_ROWS`: any
+    number. 1 and 2 leave room for tokens."""
+    rows: int | torch.SymInt = q.shape[1] // k.shape[1] * q.shape[2]
+    # A question to a symbol would guard the graph on its answer.
+    if not isinstance(rows, int):
+        return _GEMV_ROWS
+    sizes = (1, 2, _GEMV_ROWS, _VECTOR_ROWS)
+    return next((size for size in sizes if rows <= size), _GEMM_ROWS)
 
 
 def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention``, or None."""
-    return decline(AttentionArguments(*args, **kwargs))
+    return unsupported_arguments(AttentionArguments(*args, **kwargs))
+
+
+def unsupported_arguments(a: AttentionArguments, segment: bool = False) -> str | None:
+    """`unsupported_reason` for all tokens, or for those of one ``segment``."""
+    q, mask, (keys, values) = a.q, a.mask, a.states
+    if reason := unsupported_formats(q, keys, values):
+        return reason
+    if mask is not None and mask.dtype not in _KINDS:
+        return f"the mask is {mask.dtype}"
+    kernel = Kernel.of(a, segment)
+    plans = (a.k_plan, kernel.k_dim), (a.v_plan, kernel.v_dim)
+    if reason := next(filter(None, (unsupported_plan(*plan) for plan in plans)), None):
+        return reason
+    if "cos_sin" in keys and keys.cos_sin.dtype != q.dtype:
+        return f"cosines and sines are {keys.cos_sin.dtype}, the query is {q.dtype}"
+    if "cos_sin" in values:
+        return "values have a rotary embedding"
+    return (
+        next(filter(None, (c.unsupported_reason(kernel.lanes) for c in kernel.constants)), None)
+        or unsupported_device(q)
+        or unsupported_gaps(a.keys, a.k_plan)
+        or unsupported_gaps(a.values, a.v_plan)
+        or unsupported_compiler("attention", kernel.source)
+    )
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -20,4 +142,54 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
 
     A row that sees no token gives zero. Threads are torch's.
     """
-    return attend(AttentionArguments(*args, **kwargs))
+    return _attend(AttentionArguments(*args, **kwargs))
+
+
+def attend_segment(
+    a: AttentionArguments, positions: Tensor, segments: int, number: int, carried: Tensor
+) -> Tensor:
+    """One segment of tokens, in one softmax with those that were attended to before.
+
+    Args:
+        a: keys, values and plans are those of the segment alone, whose exact window is never read.
+            The segment of tokens stored as they are comes last and gives the result.
+            ``segment_ends`` are int32 ``[B, segments]``: each row's tokens in each segment.
+        positions: int32 ``[B, C]``, see `kvpass.ops.chunks`.
+        segments, number: how many there are, and which one this is.
+        carried: float32 ``[B, Hq, n, D + 2]``: what earlier segments have summed, then this one.
+    """
+    more = (positions.data_ptr(), positions.shape[1], segments, number, carried.data_ptr())
+    return _attend(a, True, *more)
+
+
+@cache
+def _function(kernel: Kernel) -> Callable[[bytes], None]:
+    return load_function("attention", kernel.source)
+
+
+def _attend(a: AttentionArguments, segment: bool = False, *more: int) -> Tensor:
+    """Attends to all tokens, or to those of one ``segment`` with ``more`` arguments."""
+    q, mask, sinks, plan = dense(a.q), a.mask, a.sinks, a.states[0].plan
+    kernel = Kernel.of(a, segment)
+    batch, heads, queries, _ = q.shape
+    if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
+        sinks = sinks.float().contiguous()
+    out = q.new_empty((batch, heads, queries, kernel.v_dim))
+    _function(kernel)(
+        attention_struct(a.k_plan, a.v_plan, segment).pack(
+            *state_numbers(a.keys, a.k_plan), *state_numbers(a.values, a.v_plan),
+            *token_numbers(q),
+            *((0,) * 6 if mask is None else _mask_numbers(mask)),
+            *((0, 0) if sinks is None else (sinks.data_ptr(), _KINDS[sinks.dtype])),
+            out.data_ptr(), heads // a.keys[0].shape[1] * queries, queries,
+            a.causal, a.window, plan.window_size or 0, torch.get_num_threads(), a.scale, a.softcap,
+            *more,
+        )
+    )  # fmt: skip
+    return out
+
+
+def _mask_numbers(mask: Tensor) -> tuple[int, ...]:
+    """Address, kind and strides; a broadcast dimension has stride 0."""
+    strides = (s if n != 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True))
+    return (mask.data_ptr(), _KINDS[mask.dtype], *strides)

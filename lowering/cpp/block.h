@@ -1,6 +1,7 @@
 // Blocks of tokens, decoded.
 #pragma once
 #include "decode.h"
+#include "lanes.h"
 #include "pair.h"
 
 namespace {
@@ -57,54 +58,32 @@ template <bool HALVES, int HALF, class Scalar> inline void rotate_key(const Scal
   }
 }
 
-// Rotates the keys of tokens from `start` on.
-template <class A> void rotate_keys(const Pair<A>& pair, int64_t start, int count, float* keys) {
-  using K = typename A::K;
-  constexpr int HALF = K::ROPE_CHANNELS / 2;
-  const auto& k = pair.a.k;
-  for (int t = 0; t < count; t++) {
-    const int64_t slot = (start + t) % k.cos_sin_capacity;
-    const auto* row = k.cos_sin + pair.batch * k.cos_sin_batch + slot * (2 * HALF);
-    rotate_key<K::ROPE_HALVES, HALF>(row, keys + t * STRIDE<K> + K::ROPE_START);
-  }
-}
-
-// What each_run_of calls to write tokens to out, STRIDE<X> numbers apart.
+// Tokens start ... start + count of the keys or the values go to out, STRIDE<X> numbers apart.
 template <class A, class X>
-auto decode_packed(const Pair<A>& pair, const X& x, const float* codebook, float* out) {
-  return [&x, &pair, codebook, out](int64_t slot, int first, int n) {
-    float* place = out + first * STRIDE<X>;
-    if constexpr (X::PACKED) decode<STRIDE<X>>(x, pair.pair, slot, n, codebook, place);
-    if constexpr (X::OUTLIERS > 0)
-      put_outliers<X::OUTLIERS, X::DIM, STRIDE<X>>(
-          x.outliers + (pair.batch * x.capacity + slot) * X::OUTLIERS, n, pair.pair % x.heads, place);
-  };
-}
-template <class X> auto copy_exact(float* out) {
-  return [out](auto* tokens, int first, int n) {
-    float* place = out + first * STRIDE<X>;
-    for (int t = 0; t < n; t++, tokens += X::DIM, place += STRIDE<X>)
-      each_vector<X::DIM>([&](auto at, auto width) {
-        store<width>(place + at, load_numbers<width>(tokens + at));
+void decode_tokens(const Pair<A>& pair, const Stored<X>& stored, int64_t start, int count, float* out) {
+  const X& x = stored.x;
+  pair.each_run_of(
+      stored, start, count,
+      [&](int64_t slot, int first, int n) {
+        float* place = out + first * STRIDE<X>;
+        if constexpr (X::PACKED) decode<STRIDE<X>>(x, pair.pair, slot, n, place);
+        if constexpr (X::OUTLIERS > 0)
+          put_outliers<X::OUTLIERS, X::DIM, STRIDE<X>>(
+              x.outliers_of(pair.batch, slot), n, pair.pair % x.heads, place);
+      },
+      [&](auto* tokens, int first, int n) {
+        float* place = out + first * STRIDE<X>;
+        for (int t = 0; t < n; t++, tokens += X::DIM, place += STRIDE<X>)
+          each_vector<X::DIM>([&](auto at, auto width) {
+            store<width>(place + at, load_numbers<width>(tokens + at));
+          });
       });
-  };
-}
-
-// Tokens start ... start + count go to out.
-template <class A> void decode_keys(const Pair<A>& pair, int64_t start, int count, float* out) {
-  using K = typename A::K;
-  const auto& a = pair.a;
-  pair.each_key_run(
-      start, count, decode_packed(pair, a.k, a.k_codebook, out), copy_exact<K>(out));
-  if constexpr (K::ROPE_CHANNELS > 0) {
-    const int gone = pair.gone(start, count);
-    rotate_keys(pair, start + gone, count - gone, out + gone * STRIDE<K>);
-  }
-}
-template <class A> void decode_values(const Pair<A>& pair, int64_t start, int count, float* out) {
-  const auto& a = pair.a;
-  pair.each_value_run(
-      start, count, decode_packed(pair, a.v, a.v_codebook, out), copy_exact<typename A::V>(out));
+  if constexpr (X::ROPE_CHANNELS > 0)
+    for (int t = pair.gone(start, count); t < count; t++) {
+      const int64_t slot = pair.batch * x.cos_sin_batch + (start + t) % x.cos_sin_capacity * X::ROPE_CHANNELS;
+      rotate_key<X::ROPE_HALVES, X::ROPE_CHANNELS / 2>(
+          x.cos_sin + slot, out + t * STRIDE<X> + X::ROPE_START);
+    }
 }
 
 }  // namespace

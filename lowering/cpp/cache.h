@@ -51,6 +51,10 @@ template <class State> struct Cache : State {
     else return this->qparams + pair * (State::GROUP ? this->capacity / TOKEN_GROUP : 1) * DIM;
   }
 
+  int32_t* outliers_of(int64_t batch, int64_t slot) const {
+    return this->outliers + (batch * this->capacity + slot) * State::OUTLIERS;
+  }
+
   // Slots of the ring of tokens that are stored as they are; 0: they lie one after the other.
   int64_t exact_ring() const {
     if constexpr (!State::PACKED) return State::SLIDING ? this->capacity : 0;
@@ -69,11 +73,30 @@ template <class State> struct Cache : State {
   }
 };
 
+// Scale and minimum of every channel of a token, as they are stored.
+template <class X> struct Scales {
+  // Vectors are read beyond the last channel.
+  static constexpr int SIZE = round_up(X::DIM, LANES) + LANES;
+
+  alignas(64) float scale[SIZE]{}, minimum[SIZE]{};
+
+  void read(const typename X::Pair* qparams) {
+    each_vector<X::DIM>([&](auto at, auto width) {
+      const Affine affine = load_affine<typename X::Number, width>(qparams + at);
+      store<LANES>(scale + at, affine.scale);
+      store<LANES>(minimum + at, affine.minimum);
+    });
+  }
+};
+
 // Tokens [batch, heads, tokens, channels] with a dense last dimension. Strides count elements.
 template <class Fields> struct Tokens : Fields {
-  auto row(int64_t pair, int64_t heads, int64_t token) const {
-    return this->data + pair / heads * this->batch_stride + pair % heads * this->head_stride +
+  auto at(int64_t batch, int64_t head, int64_t token) const {
+    return this->data + batch * this->batch_stride + head * this->head_stride +
            token * this->token_stride;
+  }
+  auto row(int64_t pair, int64_t heads, int64_t token) const {
+    return at(pair / heads, pair % heads, token);
   }
 };
 

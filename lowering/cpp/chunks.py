@@ -15,34 +15,33 @@ from kvpass.format.retention import RetentionPolicy
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.attention import AttentionArguments
-from kvpass.ops.chunks import chunked, encoded, reordered
+from kvpass.ops.chunks import chunked, reordered
 from lowering.cpp import append, pack
-from lowering.cpp.attend import attend_segment, decline
-from lowering.triton.layouts import unsupported_gaps
+from lowering.cpp.attention import attend_segment, unsupported_arguments
+from lowering.support import unsupported_gaps
 
 
 def _plan(codec: Codec) -> str:
-    """Of one segment alone, all of whose tokens are packed."""
+    """The plan of one segment alone, all of whose tokens are packed."""
     return str(FP if codec.identity else TensorPlan(codec, RetentionPolicy(0, codec.token_group)))
 
 
-def unsupported_reorder(new: Tensor, slots: Sequence[Tensor], plan: str) -> str | None:
+def unsupported_reorder(new: Tensor, scatter_index: Sequence[Tensor], plan: str) -> str | None:
     """Why C++ declines these arguments of ``kvpass::reorder_chunks``, or None."""
     codecs = [codec for codec in parse_plan(plan).codecs if not codec.identity]
     if not codecs:
         return f"{plan} stores all tokens as they are"
-    return next(
-        filter(None, (pack.unsupported_reason(new, _plan(codec)) for codec in codecs)), None
-    )
+    reasons = (pack.unsupported_reason(new, _plan(codec)) for codec in codecs)
+    return next(filter(None, reasons), None)
 
 
-def reorder_chunks(new: Tensor, slots: list[Tensor], plan: str) -> list[Tensor]:
+def reorder_chunks(new: Tensor, scatter_index: list[Tensor], plan: str) -> list[Tensor]:
     """As `kvpass.ops.chunks.reorder_chunks`, for arguments that `unsupported_reorder` takes."""
-    return reordered(new, slots, plan, _encoded)
+    return reordered(new, scatter_index, plan, _encoded)
 
 
 def _encoded(codec: Codec, tokens: Tensor) -> Sequence[Tensor]:
-    return encoded(codec, tokens) if codec.identity else pack.pack(tokens, _plan(codec))[:2]
+    return [tokens] if codec.identity else pack.pack(tokens, _plan(codec))[:2]
 
 
 def _exact(state: Sequence[Tensor], plan: str) -> tuple[list[Tensor], int]:
@@ -82,20 +81,18 @@ def unsupported_attention(*args: Any, **kwargs: Any) -> str | None:
     pairs = zip(parse_plan(a.k_plan).codecs, parse_plan(a.v_plan).codecs, strict=True)
     exact = [{k.identity, v.identity} for k, v in pairs]
     if exact != [*[{False}] * (len(exact) - 1), {True}]:
-        return f"a level of {a.k_plan} and {a.v_plan} is stored as it is"
-    return next(filter(None, (decline(part, segment=True) for part, _ in _parts(a))), None)
+        return f"a segment of {a.k_plan} and {a.v_plan} is stored as it is"
+    reasons = (unsupported_arguments(part, segment=True) for part, _ in _parts(a))
+    return next(filter(None, reasons), None)
 
 
 def _parts(a: AttentionArguments) -> Iterator[tuple[AttentionArguments, Tensor]]:
     """For each segment alone: the arguments, and the positions of its tokens."""
     (k, k_plan), (v, v_plan) = chunked(a.keys, a.k_plan), chunked(a.values, a.v_plan)
-    for number, (codec, other) in enumerate(zip(k_plan.codecs, v_plan.codecs, strict=True)):
-        part = a._replace(
-            keys=_segment(k, k_plan, number),
-            values=_segment(v, v_plan, number),
-            k_plan=_plan(codec),
-            v_plan=_plan(other),
-        )
+    for number, codecs in enumerate(zip(k_plan.codecs, v_plan.codecs, strict=True)):
+        keys, values = _segment(k, k_plan, number), _segment(v, v_plan, number)
+        key_plan, value_plan = map(_plan, codecs)
+        part = a._replace(keys=keys, values=values, k_plan=key_plan, v_plan=value_plan)
         yield part, k[k_plan.chunk_positions[number]]
 
 

@@ -8,12 +8,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.format.codec import Codec
 from kvpass.format.parse import parse_plan
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.format.words import TERNARY
 from lowering.cpp.structs import Struct
-from lowering.triton.layouts import (
+from lowering.support import (
     interpreted,
     unbounded,
     unsupported_calibrated,
@@ -30,12 +29,13 @@ class Constants:
     """What kernels know of a cache tensor when they are compiled: constants of its struct in C++.
 
     Attributes:
-        plan: without how many tokens it keeps or has room for, and without factors of clipping and
-            numbers of a codebook: kernels are told at run time.
+        plan: without what kernels get at run time: window size, room, factors of clipping, and the
+            numbers of a codebook.
         dim: channels of a head.
         sliding: the token at position ``t`` is stored at slot ``t % capacity``.
         clipped: the ends of groups are multiplied by a factor.
-        segments: of chunks of different bits: tokens stored as they are have the last end.
+        segments: ends of a sequence, where chunks have different bits: tokens stored as they are
+            have the last one.
     """
 
     plan: TensorPlan
@@ -53,9 +53,9 @@ class Constants:
     def dequant_first(self) -> bool:
         """Tokens are decoded before they are multiplied, not read as codes."""
         codec = self.plan.codec
-        calibrated = codec.codebook is not None or codec.outliers or not codec.group
-        rotated = self.plan.rope is not None
-        return rotated or (self.packed and bool(calibrated or self.heads_per_group > 1))
+        calibrated = codec.codebook is not None or codec.outliers > 0 or not codec.group
+        decoded = self.packed and (calibrated or self.heads_per_group > 1)
+        return decoded or self.plan.rope is not None
 
     @property
     def heads_per_group(self) -> int:
@@ -118,8 +118,8 @@ def constants_of(plan: str, dim: int, encodes: bool = False, segments: int = 1) 
     to be written as well; of a state with so many ``segments``, see `Constants`."""
     given = parse_plan(plan)
     codec = given.codec
-    table = None if codec.codebook is None else tuple(map(float, range(len(codec.codebook))))
-    plain = replace(codec, clip=1.0, codebook=table, qnorm=None)
+    codebook = None if codec.codebook is None else tuple(map(float, range(len(codec.codebook))))
+    plain = replace(codec, clip=1.0, codebook=codebook, qnorm=None)
     p = unbounded(replace(given, codec=plain, rope=None if encodes else given.rope))
     return Constants(p, dim, given.window_size is not None, encodes and codec.clip != 1, segments)
 
@@ -127,13 +127,11 @@ def constants_of(plan: str, dim: int, encodes: bool = False, segments: int = 1) 
 def unsupported_plan(plan: str, dim: int) -> str | None:
     """Why C++ cannot attend to tokens of ``dim`` channels stored so, or None."""
     codec = parse_plan(plan).codec
-    if codec.sizes is not None:
-        return f"sizes of {codec} are not supported"
-    if reason := unsupported_filter(plan):
+    if reason := unsupported_groups(codec) or unsupported_filter(plan):
         return reason
     constants = constants_of(plan, dim)
     if codec.half_split and constants.period % constants.width:
-        return f"pairs of {plan} do not fill planes of {constants.width} channels"
+        return f"half-split groups of {plan} do not fill planes of {constants.width} channels"
     return None
 
 
@@ -150,47 +148,14 @@ def unsupported_reading(plan: str, dim: int) -> str | None:
 def unsupported_writing(plan: str, dim: int) -> str | None:
     """Why C++ cannot encode tokens of ``dim`` channels so, or None."""
     codec = parse_plan(plan).codec
-    if codec.clip != 1 and codec.groups.heads_per_group(dim) > 1:
+    cross_head = codec.groups.heads_per_group(dim) > 1
+    if cross_head and codec.clip != 1:
         return f"groups of {codec} that span heads of {dim} are not clipped"
-    if codec.groups.heads_per_group(dim) > 1 and codec.words is TERNARY:
+    if cross_head and codec.words is TERNARY:
         return f"base 3 of {codec} is not supported where groups span heads"
     if codec.codebook is not None and codec.axis == "channel" and not codec.static_ranges:
-        return "a table of levels per channel is written in calibrated ranges only"
+        return "a codebook per channel is written in calibrated ranges only"
     return unsupported_plan(plan, dim)
-
-
-def address(tensor: Tensor | None) -> int:
-    """Of a tensor's memory; 0 if there is none."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-@cache
-def midpoints_of(codec: Codec) -> Tensor | None:
-    """Halfway between the numbers of a codebook, if there is one."""
-    return None if codec.codebook is None else _floats(codec.midpoints)
-
-
-@cache
-def codebook_of(codec: Codec) -> Tensor | None:
-    """The 16 numbers that codes stand for, if they are those of a codebook."""
-    if codec.decoded_codebook is None:
-        return None
-    return _floats((*codec.decoded_codebook, *(0.0,) * (16 - len(codec.decoded_codebook))))
-
-
-@cache
-def clips_of(codec: Codec, heads: int, dim: int) -> Tensor | None:
-    """The factors of clipping, one for each group of channels of ``heads`` of ``dim``, if there are
-    any."""
-    if codec.clip == 1:
-        return None
-    count = heads * (dim // codec.group if codec.axis == "token" else 1)
-    return _floats(codec.clip if isinstance(codec.clip, tuple) else (codec.clip,) * count)
-
-
-def _floats(numbers: tuple[float, ...]) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=torch.float32)
 
 
 def unsupported_device(x: Tensor) -> str | None:

@@ -49,13 +49,12 @@ inline void decode_token(
 
 // Decodes the tokens of `count` slots of one (batch, head) from `slot` on, STRIDE numbers apart.
 template <int STRIDE, class X, class Number>
-void decode(
-    const X& state, int64_t pair, int64_t slot, int64_t count, const float* codebook, Number* out) {
+void decode(const X& state, int64_t pair, int64_t slot, int64_t count, Number* out) {
   using Code = typename X::Code;
-  using Qparam = typename X::Number;
   const uint16_t* words = state.codes_of(pair) + slot * Code::WORDS;
   const auto* qparams = state.qparams_of(pair);
-  const auto put = [&](int64_t t, const auto& affine) {
+  const float* codebook = state.codebook;
+  const auto put = [=](int64_t t, const auto& affine) {
     decode_token<X>(words + t * Code::WORDS, affine, codebook, out + t * STRIDE);
   };
   if constexpr (X::BY_TOKEN) {
@@ -63,7 +62,8 @@ void decode(
     for (int64_t t = 0; t < count; t += LANES) {
       const int some = std::min<int64_t>(count - t, LANES);
       for (int g = 0; g < Code::GROUPS; g++) {
-        const auto affine = load_affine<Qparam>(qparams + g * state.capacity + slot + t, some);
+        const auto* place = qparams + g * state.capacity + slot + t;
+        const Affine affine = load_affine<typename X::Number>(place, some);
         store<LANES>(scales[g], affine.scale);
         store<LANES>(minima[g], affine.minimum);
       }
@@ -75,21 +75,17 @@ void decode(
         });
     }
   } else {
-    constexpr int SIZE = round_up(X::DIM, LANES) + LANES;
-    alignas(64) float scales[SIZE], minima[SIZE];
+    Scales<X> scales;
     for (int64_t t = 0; t < count;) {
       // Without groups, all tokens have one range.
       const int64_t group = X::GROUP ? (slot + t) / X::TOKEN_GROUP : 0;
-      each_vector<X::DIM>([&](auto at, auto width) {
-        const auto affine = load_affine<Qparam, width>(qparams + group * X::DIM + at);
-        store<LANES>(scales + at, affine.scale);
-        store<LANES>(minima + at, affine.minimum);
-      });
+      scales.read(qparams + group * X::DIM);
       const int64_t end = X::GROUP ? std::min(count, (group + 1) * X::TOKEN_GROUP - slot) : count;
       for (; t < end; t++)
         put(t, [&](auto plane, auto at) {
           constexpr int FIRST = plane * Code::WIDTH + at;
-          return Affine{load<Floats, LANES>(scales + FIRST), load<Floats, LANES>(minima + FIRST)};
+          return Affine{load<Floats, LANES>(scales.scale + FIRST),
+                        load<Floats, LANES>(scales.minimum + FIRST)};
         });
     }
   }

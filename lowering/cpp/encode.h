@@ -4,30 +4,29 @@
 
 namespace {
 
-// Scale and minimum of every channel of a token, as they are stored.
-template <class X> struct Scales {
-  alignas(64) float scale[round_up(X::DIM, LANES)]{}, minimum[round_up(X::DIM, LANES)]{};
-};
-
-// Sets the scale and minimum of one group from its extremes and returns them as stored.
+// Sets the scale and minimum of one group from its extremes and returns them as stored. A codebook's
+// numbers lie from -1 to 1.
 template <class X>
 inline auto set_scale(float low, float high, float factor, float& scale, float& minimum) {
-  scale = (high - low) * factor / X::MAX_CODE;
-  minimum = low * factor;
+  scale = (high - low) * factor / (X::CODEBOOK ? 2 : X::MAX_CODE);
+  minimum = X::CODEBOOK ? (high + low) / 2 : low * factor;
   return round_pair<typename X::Number>(scale, minimum);
 }
 
-// Groups are channels of one token. clip: what the ends of each group are multiplied by.
+// Groups are channels of one token.
 template <class X>
 inline void set_token_scales(
-    const X& state, int64_t pair, int64_t slot, const typename X::Element* token, const float* clip,
+    const X& state, int64_t pair, int64_t slot, const typename X::Element* token,
     Scales<X>& scales) {
+  constexpr int GROUPS = X::DIM / X::GROUP;
+  // The ends of a group are multiplied by the factor of its channels.
+  const float* clip = X::CLIPPED ? state.clip + pair % state.heads * GROUPS : nullptr;
   alignas(64) float x[round_up(X::DIM, LANES)];
   each_vector<X::DIM>([&](auto at, auto width) {
     store<LANES>(x + at, load_numbers<width>(token + at));
   });
   auto* qparams = state.qparams_of(pair);
-  for (int g = 0; g < X::DIM / X::GROUP; g++) {
+  for (int g = 0; g < GROUPS; g++) {
     float* const run = x + g * X::RUN;
     auto [low, high] = std::minmax_element(run, run + X::RUN);
     if constexpr (X::PERIOD < X::DIM) {
@@ -46,11 +45,11 @@ inline void set_token_scales(
   }
 }
 
-// Groups are tokens of one channel. clip: what the ends of all groups are multiplied by.
+// Groups are tokens of one channel.
 template <class X, class Row>
 inline void set_channel_scales(
-    const X& state, int64_t pair, int64_t slot, const Row& row, const float* clip,
-    Scales<X>& scales) {
+    const X& state, int64_t pair, int64_t slot, const Row& row, Scales<X>& scales) {
+  const float factor = X::CLIPPED ? *state.clip : 1.0f;
   auto* qparams = state.qparams_of(pair) + slot / X::GROUP * X::DIM;
   each_vector<X::DIM>([&](auto at, auto width) {
     Floats low = load_numbers<width>(row(0) + at), high = low;
@@ -61,7 +60,7 @@ inline void set_channel_scales(
     }
     for (int i = 0; i < width; i++)
       qparams[at + i] = set_scale<X>(
-          low[i], high[i], X::CLIPPED ? *clip : 1.0f, scales.scale[at + i], scales.minimum[at + i]);
+          low[i], high[i], factor, scales.scale[at + i], scales.minimum[at + i]);
   });
 }
 
@@ -70,24 +69,21 @@ template <int CHANNEL, int COUNT, class X>
 inline Ints codes_of(const typename X::Element* row, const Scales<X>& scales) {
   const Floats x = load_numbers<COUNT>(row + CHANNEL);
   const Floats scale = load<Floats, COUNT>(scales.scale + CHANNEL);
-  const Floats low = load<Floats, COUNT>(scales.minimum + CHANNEL);
-  const Floats steps = minimum(maximum((x - low) / scale, Floats{}), all(X::MAX_CODE));
+  const Floats offset = load<Floats, COUNT>(scales.minimum + CHANNEL);
+  const Floats steps = minimum(maximum((x - offset) / scale, Floats{}), all(X::MAX_CODE));
   // Adding 2^23 rounds half to even and leaves the code in the low bits.
   return (Ints)(steps + 8388608.0f) & 255 & (scale > Floats{});
 }
 
 // Encodes tokens first ... stop of one (batch, head); row(t) points to the channels of token t.
 template <class X, class Row>
-void encode(
-    const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row, const float* clip) {
+void encode(const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row) {
   using Code = typename X::Code;
-  if constexpr (X::CLIPPED && X::BY_TOKEN) clip += pair % state.heads * (X::DIM / X::GROUP);
   Scales<X> scales;
   for (int64_t start = first; start < stop; start += X::TOKEN_GROUP) {
     const int64_t slot = state.slot_of(start);
-    if constexpr (X::BY_TOKEN) set_token_scales(state, pair, slot, row(start), clip, scales);
-    else
-      set_channel_scales(state, pair, slot, [&](int t) { return row(start + t); }, clip, scales);
+    if constexpr (X::BY_TOKEN) set_token_scales(state, pair, slot, row(start), scales);
+    else set_channel_scales(state, pair, slot, [&](int t) { return row(start + t); }, scales);
     for (int t = 0; t < X::TOKEN_GROUP; t++) {
       const auto* token = row(start + t);
       put_words<Code>(
@@ -99,12 +95,12 @@ void encode(
 
 // Stores tokens first ... stop as they are, among the sinks or in the ring of one (batch, head).
 template <class X, class Row>
-void keep_sinks(const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row) {
+void store_sinks(const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row) {
   if constexpr (X::SINKS > 0)
     for (int64_t t = first; t < stop; t++) copy_token(state.sink(pair, t), row(t), X::DIM);
 }
 template <class X, class Row>
-void keep(const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row) {
+void store_exact(const X& state, int64_t pair, int64_t first, int64_t stop, const Row& row) {
   for (int64_t t = first; t < stop; t++)
     std::memmove(state.exact(pair, t), row(t), X::DIM * sizeof(typename X::Element));
 }

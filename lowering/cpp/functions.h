@@ -9,8 +9,8 @@ inline Floats exponential(Floats x) {
   x *= 1.44269504f;
   const Ints seen = ~(x <= all(-126.0f));
   x = maximum(all(-126.0f), x);
-  const Ints whole = __builtin_convertvector(x - 0.5f, Ints);
-  const Floats f = x - __builtin_convertvector(whole, Floats);
+  const Ints exponent = __builtin_convertvector(x - 0.5f, Ints);
+  const Floats f = x - __builtin_convertvector(exponent, Floats);
   // 2^f on [-0.5, 0.5]: least squares of the relative error.
   Floats y = all(0.0013266971f);
   y = y * f + 0.00967546f;
@@ -18,7 +18,7 @@ inline Floats exponential(Floats x) {
   y = y * f + 0.24022122f;
   y = y * f + 0.69314694f;
   y = y * f + 1.0000001f;
-  return (Floats)(((Ints)y + (whole << 23)) & seen);
+  return (Floats)(((Ints)y + (exponent << 23)) & seen);
 }
 
 // tanh, absolute error below 2e-7. The polynomial near 0 is that of the Cephes library.

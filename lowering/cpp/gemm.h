@@ -3,6 +3,7 @@
 #pragma once
 #include "block.h"
 #include "functions.h"
+#include "lanes.h"
 
 namespace {
 
@@ -21,11 +22,9 @@ template <class A> struct WidePanel {
   alignas(64) float query[K::DIM][ROWS];
   alignas(64) float out[V::DIM][ROWS];
   alignas(64) float tops[ROWS], totals[ROWS];
-  Bounds bounds[ROWS];
 
   float top(int r) const { return tops[r]; }
   float total(int r) const { return totals[r]; }
-  const Bounds& seen(int r) const { return bounds[r]; }
   void add_values(int r, float factor, float* result) const {
     for (int d = 0; d < V::DIM; d++) result[d] += factor * out[d][r];
   }
@@ -45,7 +44,6 @@ template <class A> void start_panel(const Pair<A>& pair, int64_t first, WidePane
   alignas(64) float query[round_up(DIM, LANES)];
   for (int r = 0; r < WidePanel<A>::ROWS; r++) {
     panel.tops[r] = -INFINITE;
-    panel.bounds[r] = pair.bounds(first + r);
     if (first + r >= pair.a.rows) continue;
     pair.read_query(first + r, query);
     for (int d = 0; d < DIM; d++) panel.query[d][r] = query[d];
@@ -92,21 +90,6 @@ void softmax(float (*scores)[ROWS], int count, int at, WidePanel<A>& panel) {
   for (float* out : panel.out) store<LANES>(out + at, load<Floats, LANES>(out + at) * shrink);
 }
 
-// Mask and bounds of the scores of a query row, STEP numbers apart.
-template <int STEP, class A>
-void finish_scores(const Pair<A>& pair, int64_t start, int count, int64_t row, const Bounds& seen,
-                   float* scores) {
-  const int gone = pair.gone(start, count);
-  if (pair.a.mask_kind && row < pair.a.rows)
-    pair.with_mask(row, start + gone, [&](const auto& at) {
-      for (int t = gone; t < count; t++) scores[t * STEP] += at(t - gone);
-    });
-  const int first = std::clamp<int64_t>(seen.first - start, 0, count);
-  for (int t = 0; t < first; t++) scores[t * STEP] = -INFINITE;
-  for (int t = std::clamp<int64_t>(seen.end - start, 0, count); t < count; t++)
-    scores[t * STEP] = -INFINITE;
-}
-
 // USED: vectors that hold rows.
 template <int USED, class A>
 void attend_panel(const Pair<A>& pair, int64_t start, int count, int64_t first_row,
@@ -120,7 +103,7 @@ void attend_panel(const Pair<A>& pair, int64_t start, int count, int64_t first_r
         block.keys + t * STRIDE<K>, panel.query, K::DIM, block.scores + t);
   if (pair.a.softcap > 0) cap_scores(block.scores[0], count * ROWS, pair.a.softcap);
   for (int r = 0; r < USED * LANES; r++)
-    finish_scores<ROWS>(pair, start, count, first_row + r, panel.seen(r), block.scores[0] + r);
+    pair.template mask_scores<ROWS>(start, count, first_row + r, block.scores[0] + r);
   each<0, USED>([&](auto u) { softmax(block.scores, count, u * LANES, panel); });
   const int gone = pair.gone(start, count);
   const float* values = block.values + gone * STRIDE<V>;
@@ -139,10 +122,10 @@ void attend_block(const Pair<A>& pair, int64_t start, int count, WidePanel<A>* p
   WideBlock<A> block;
   bool decoded = false;
   for (int64_t row = 0; row < pair.a.rows; row += WidePanel<A>::ROWS, panels++) {
-    if (!pair.one_sees(start, count, row, *panels)) continue;
+    if (!pair.template one_sees<WidePanel<A>::ROWS>(start, count, row)) continue;
     if (!decoded) {
-      decode_keys(pair, start, count, block.keys);
-      decode_values(pair, start, count, block.values);
+      decode_tokens(pair, pair.keys, start, count, block.keys);
+      decode_tokens(pair, pair.values, start, count, block.values);
     }
     decoded = true;
     if (pair.a.rows - row > LANES) attend_panel<2>(pair, start, count, row, block, *panels);

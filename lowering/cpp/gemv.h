@@ -27,87 +27,74 @@ template <int BLOCK, class Row> void softmax(float* scores, int count, Row& row)
   row.total = row.total * shrink + sum(total);
   if (shrink == 1.0f) return;
   for (float& x : row.exact) x *= shrink;
-  if constexpr (!std::is_same_v<decltype(row.packed), Nothing>)
-    for (float& x : row.packed.of) x *= shrink;
+  for (float& x : row.packed) x *= shrink;
 }
 
 template <class A> void start_panel(const Pair<A>& pair, int64_t first, Panel<A>& panel) {
   for (int r = 0; r < A::ROWS; r++) {
     auto& row = panel.rows[r];
     row.top = -INFINITE;
-    row.seen = pair.bounds(first + r);
     if (first + r < pair.a.rows) pair.read_query(first + r, row.query);
   }
   if constexpr (A::K::DIRECT) arrange_query(panel);
 }
 
-template <class A>
-void score(const Pair<A>& pair, int64_t start, int count, const Panel<A>& panel, Block<A>& block) {
-  using K = typename A::K;
-  if constexpr (K::DEQUANT_FIRST) {
+// Calls packed(slot, first, n) for runs of packed tokens that are read as codes, and
+// exact(stride, tokens, first, n) for the other ones, which may be decoded before.
+template <class A, class X, class Packed, class Exact>
+void each_run_read(const Pair<A>& pair, const Stored<X>& stored, int64_t start, int count,
+                   float* decoded, const Packed& packed, const Exact& exact) {
+  if constexpr (X::DEQUANT_FIRST) {
     const int gone = pair.gone(start, count);
-    decode_keys(pair, start, count, block.keys.of);
-    exact_scores<STRIDE<K>>(block.keys.of + gone * STRIDE<K>, gone, count - gone, panel, block);
+    decode_tokens(pair, stored, start, count, decoded);
+    exact(Constant<STRIDE<X>>{}, decoded + gone * STRIDE<X>, gone, count - gone);
   } else {
-    pair.each_key_run(
-        start, count,
-        [&](int64_t slot, int first, int n) {
-          if constexpr (K::PACKED && K::BY_TOKEN) token_scores(pair, slot, first, n, panel, block);
-          else if constexpr (K::PACKED) channel_scores(pair, slot, first, n, panel, block);
-        },
-        [&](auto* keys, int first, int n) { exact_scores<K::DIM>(keys, first, n, panel, block); });
-  }
-}
-
-template <class A>
-void add_values(const Pair<A>& pair, int64_t start, int count, Block<A>& block, Panel<A>& panel) {
-  using V = typename A::V;
-  if constexpr (V::DEQUANT_FIRST) {
-    const int gone = pair.gone(start, count);
-    decode_values(pair, start, count, block.values.of);
-    exact_values<STRIDE<V>>(block.values.of + gone * STRIDE<V>, gone, count - gone, block, panel);
-  } else {
-    pair.each_value_run(
-        start, count,
-        [&](int64_t slot, int first, int n) {
-          if constexpr (V::PACKED) {
-            scale_weights(pair, slot, first, n, block);
-            packed_values(pair.a.v.codes_of(pair.pair), slot, first, n, block, panel);
-          }
-        },
-        [&](auto* values, int first, int n) {
-          exact_values<V::DIM>(values, first, n, block, panel);
-        });
+    pair.each_run_of(stored, start, count, packed, [&](auto* tokens, int first, int n) {
+      exact(Constant<X::DIM>{}, tokens, first, n);
+    });
   }
 }
 
 template <class A>
 void attend_panel(
     const Pair<A>& pair, int64_t start, int count, int64_t first_row, Panel<A>& panel) {
-  const A& a = pair.a;
+  using K = typename A::K;
+  using V = typename A::V;
   Block<A> block;
-  const int gone = pair.gone(start, count);
-  score(pair, start, count, panel, block);
+  each_run_read(
+      pair, pair.keys, start, count, block.keys,
+      [&](int64_t slot, int first, int n) {
+        if constexpr (K::DIRECT && K::BY_TOKEN) token_scores(pair, slot, first, n, panel, block);
+        else if constexpr (K::DIRECT) channel_scores(pair, slot, first, n, panel, block);
+      },
+      [&](auto stride, auto* keys, int first, int n) {
+        exact_scores<stride>(keys, first, n, panel, block);
+      });
   for (int r = 0; r < A::ROWS; r++) {
     float* scores = block.scores[r];
-    auto& row = panel.rows[r];
-    if (a.softcap > 0) cap_scores(scores, count, a.softcap);
-    if (a.mask_kind && first_row + r < a.rows) {
-      pair.with_mask(first_row + r, start + gone, [&](const auto& at) {
-        for (int t = gone; t < count; t++) scores[t] += at(t - gone);
-      });
-    }
-    std::fill(scores, scores + std::clamp<int64_t>(row.seen.first - start, 0, count), -INFINITE);
-    softmax<Block<A>::SIZE>(scores, std::clamp<int64_t>(row.seen.end - start, 0, count), row);
+    if (pair.a.softcap > 0) cap_scores(scores, count, pair.a.softcap);
+    pair.template mask_scores<1>(start, count, first_row + r, scores);
+    softmax<Block<A>::SIZE>(scores, count, panel.rows[r]);
   }
-  add_values(pair, start, count, block, panel);
+  each_run_read(
+      pair, pair.values, start, count, block.values,
+      [&](int64_t slot, int first, int n) {
+        if constexpr (V::DIRECT) {
+          scale_weights(pair, slot, first, n, block);
+          packed_values(pair.a.v.codes_of(pair.pair), slot, first, n, block, panel);
+        }
+      },
+      [&](auto stride, auto* values, int first, int n) {
+        exact_values<stride>(values, first, n, block, panel);
+      });
 }
 
 // Lets the panels that see one of the tokens start ... start + count attend to them.
 template <class A>
 void attend_block(const Pair<A>& pair, int64_t start, int count, Panel<A>* panels) {
   for (int64_t row = 0; row < pair.a.rows; row += A::ROWS, panels++)
-    if (pair.one_sees(start, count, row, *panels)) attend_panel(pair, start, count, row, *panels);
+    if (pair.template one_sees<A::ROWS>(start, count, row))
+      attend_panel(pair, start, count, row, *panels);
 }
 
 }  // namespace

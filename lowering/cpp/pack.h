@@ -12,24 +12,17 @@ template <class A> void pack(const A& a) {
   using X = std::decay_t<decltype(state)>;
   const int64_t pairs = state.batch * state.heads, chunks = a.count / CHUNK<X> + 1;
   const int64_t packed = X::SINKS + a.packed;
-  if constexpr (X::PACKED && X::DEQUANT_FIRST) {
-#pragma omp parallel for num_threads(a.threads) collapse(2)
-    for (int64_t b = 0; b < state.batch; b++)
-      for (int64_t t = X::SINKS; t < packed; t++) {
-        const auto row = [&](int64_t head) {
-          return a.tokens.row(b * state.heads + head, state.heads, t);
-        };
-        encode_token(state, b, t - X::SINKS, row, a.midpoints);
-      }
-  }
+  const auto row_of = [&](int64_t pair, int64_t t) { return a.tokens.row(pair, state.heads, t); };
+  if constexpr (X::PACKED && X::DEQUANT_FIRST)
+    encode_tokens(state, X::SINKS, packed, a.threads, row_of);
 #pragma omp parallel for num_threads(a.threads) collapse(2)
   for (int64_t pair = 0; pair < pairs; pair++) {
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      const auto row = [&](int64_t t) { return a.tokens.row(pair, state.heads, t); };
+      const auto row = [&](int64_t t) { return row_of(pair, t); };
       const int64_t first = X::SINKS + chunk * CHUNK<X>, stop = std::min(first + CHUNK<X>, a.count);
-      if constexpr (X::DIRECT) encode(state, pair, first, std::min(stop, packed), row, a.clip);
-      keep(state, pair, X::PACKED ? std::max(first, packed) : first, stop, row);
-      if (chunk == 0) keep_sinks(state, pair, 0, std::min<int64_t>(X::SINKS, a.count), row);
+      if constexpr (X::DIRECT) encode(state, pair, first, std::min(stop, packed), row);
+      store_exact(state, pair, X::PACKED ? std::max(first, packed) : first, stop, row);
+      if (chunk == 0) store_sinks(state, pair, 0, std::min<int64_t>(X::SINKS, a.count), row);
     }
   }
   const int64_t sinks = std::min<int64_t>(X::SINKS, a.count);

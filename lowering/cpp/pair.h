@@ -16,11 +16,6 @@ inline void each_run(int64_t from, int64_t to, int64_t ring, const Body& body) {
   }
 }
 
-// The tokens that a query row sees, but for its mask.
-struct Bounds {
-  int64_t first, end;
-};
-
 enum Kind { NONE, BOOL, FLOAT, BFLOAT16, HALF };
 
 // Calls body with the numbers at p.
@@ -30,7 +25,14 @@ template <class Body> auto with_numbers(int64_t kind, const void* p, const Body&
   return body((const Float16*)p);
 }
 
-// A: the arguments of a kernel. Tokens are known by their position among the keys.
+// The keys or the values of a pair: those before `packed_end` are packed. Tokens are known by their
+// position among the keys; it is `shift` less than that among the values.
+template <class X> struct Stored {
+  const X& x;
+  int64_t packed_end = 0, shift = 0;
+};
+
+// A: the arguments of a kernel.
 template <class A> struct Pair {
   using K = typename A::K;
   using V = typename A::V;
@@ -38,11 +40,11 @@ template <class A> struct Pair {
   static constexpr int64_t SINKS = std::max(K::SINKS, V::SINKS);
 
   const A& a;
-  int64_t pair, batch, tokens, k_packed = 0, v_packed = 0;
-  // The oldest token that is kept; its mask is column 0.
+  int64_t pair, batch, tokens;
+  Stored<K> keys{a.k};
+  Stored<V> values{a.v};
+  // The oldest token that is retained; its mask is column 0.
   int64_t oldest = 0;
-  // Position among the values, less that among the keys.
-  int64_t shift = 0;
   // Of a segment: where its tokens are, and the position of one whose place is -1, less its slot.
   const int32_t* positions = nullptr;
   int64_t behind = 0;
@@ -51,17 +53,17 @@ template <class A> struct Pair {
     if constexpr (A::SEGMENT) {
       const int32_t* ends = a.k.segment_ends + batch * a.segments;
       tokens = ends[a.segment];
-      k_packed = v_packed = K::PACKED ? tokens : 0;
+      keys.packed_end = values.packed_end = K::PACKED ? tokens : 0;
       for (int64_t s = 0; s < a.segments; s++) behind += ends[s];
       behind -= tokens;
       positions = a.positions + batch * a.positions_count;
     } else {
       tokens = a.k.end(batch);
-      k_packed = a.k.packed_end(batch);
-      v_packed = a.v.packed_end(batch);
+      keys.packed_end = a.k.packed_end(batch);
+      values.packed_end = a.v.packed_end(batch);
       if constexpr (K::SLIDING) {
-        shift = a.v.end(batch) - tokens;
-        v_packed -= shift;
+        values.shift = a.v.end(batch) - tokens;
+        values.packed_end -= values.shift;
         oldest = std::max<int64_t>(0, tokens - a.queries - a.retained);
       }
     }
@@ -91,22 +93,16 @@ template <class A> struct Pair {
   // How many tokens from `start` on may have lost their slots to newer ones.
   int gone(int64_t start, int count) const { return std::clamp<int64_t>(oldest - start, 0, count); }
 
-  // Calls packed(slot, first, n) and exact(tokens, first, n) for the runs of slots that hold the keys,
-  // or the values, of tokens start ... start + count; `first` counts from start.
-  template <class Packed, class Exact>
-  void each_key_run(int64_t start, int count, const Packed& packed, const Exact& exact) const {
-    each_run_of(a.k, k_packed, 0, start, count, packed, exact);
-  }
-  template <class Packed, class Exact>
-  void each_value_run(int64_t start, int count, const Packed& packed, const Exact& exact) const {
-    each_run_of(a.v, v_packed, K::SLIDING ? shift : 0, start, count, packed, exact);
-  }
+  // Calls packed(slot, first, n) and exact(tokens, first, n) for the runs of slots that hold tokens
+  // start ... start + count; `first` counts from start.
   template <class X, class Packed, class Exact>
-  void each_run_of(const X& x, int64_t end, int64_t by, int64_t start, int count,
-                   const Packed& packed, const Exact& exact) const {
+  void each_run_of(const Stored<X>& stored, int64_t start, int count, const Packed& packed,
+                   const Exact& exact) const {
+    const X& x = stored.x;
     const int64_t from = start + gone(start, count), to = start + count;
+    const int64_t by = X::SLIDING ? stored.shift : 0;
     const bool sinks = X::SINKS > 0 && start < X::SINKS;
-    const int64_t border = sinks || !X::PACKED ? from : std::clamp(end, from, to);
+    const int64_t border = sinks || !X::PACKED ? from : std::clamp(stored.packed_end, from, to);
     if constexpr (X::PACKED)
       each_run(from + by, border + by, X::SLIDING ? x.capacity : 0,
                [&](int64_t slot, int64_t first, int n) {
@@ -144,15 +140,11 @@ template <class A> struct Pair {
     });
   }
 
-  // Those of a row behind the last one are empty.
-  Bounds bounds(int64_t row) const {
-    if (row >= a.rows) return {0, 0};
-    return {first_of(row % a.queries), end_of(row % a.queries)};
-  }
-
-  // Whether a query row sees one of these tokens.
-  bool sees(int64_t start, int count, int64_t row, const Bounds& seen) const {
-    const int64_t first = std::max(start, seen.first), end = std::min(start + count, seen.end);
+  // Whether a query row sees one of these tokens; none does behind the last row.
+  bool sees(int64_t start, int count, int64_t row) const {
+    if (row >= a.rows) return false;
+    const int64_t first = std::max(start, first_of(row % a.queries));
+    const int64_t end = std::min(start + count, end_of(row % a.queries));
     if (first >= end || !a.mask_kind) return first < end;
     return with_mask(row, first, [&](const auto& at) {
       for (int64_t t = 0; t < end - first; t++)
@@ -161,18 +153,34 @@ template <class A> struct Pair {
     });
   }
 
-  // Whether one of a panel's rows does, whose first one is `row`.
-  template <class Panel>
-  bool one_sees(int64_t start, int count, int64_t row, const Panel& panel) const {
-    for (int r = 0; r < Panel::ROWS; r++)
-      if (sees(start, count, row + r, panel.seen(r))) return true;
+  // Whether one of a panel's ROWS rows does, whose first one is `row`.
+  template <int ROWS> bool one_sees(int64_t start, int count, int64_t row) const {
+    for (int r = 0; r < ROWS; r++)
+      if (sees(start, count, row + r)) return true;
     return false;
+  }
+
+  // Masks a row's scores of these tokens, STEP numbers apart; what it does not see gets -inf.
+  template <int STEP> void mask_scores(int64_t start, int count, int64_t row, float* scores) const {
+    const int lost = gone(start, count);
+    int64_t first = 0, end = 0;
+    if (row < a.rows) {
+      first = first_of(row % a.queries);
+      end = end_of(row % a.queries);
+      if (a.mask_kind)
+        with_mask(row, start + lost, [&](const auto& at) {
+          for (int t = lost; t < count; t++) scores[t * STEP] += at(t - lost);
+        });
+    }
+    const int unseen = std::clamp<int64_t>(first - start, 0, count);
+    for (int t = 0; t < unseen; t++) scores[t * STEP] = -INFINITE;
+    for (int t = std::clamp<int64_t>(end - start, 0, count); t < count; t++)
+      scores[t * STEP] = -INFINITE;
   }
 
   // The channels of a query row, scaled, in whole vectors.
   void read_query(int64_t row, float* query) const {
-    const auto* place = a.query + batch * a.query_batch + head_of(row) * a.query_head +
-                        row % a.queries * a.query_token;
+    const auto* place = a.query.at(batch, head_of(row), row % a.queries);
     each_vector<K::DIM>([&](auto at, auto width) {
       store<LANES>(query + at, load_numbers<width>(place + at) * (float)a.scale);
     });

@@ -4,32 +4,6 @@
 
 namespace {
 
-// Lane i of every four: the sum of two neighbours, of a for i < 2, else of b.
-template <int... I> inline Floats add_pairs(Floats a, Floats b, std::integer_sequence<int, I...>) {
-  return SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0))) +
-         SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0) + 1));
-}
-// Lanes with a zero bit DISTANCE: the sum of that lane of a and the one DISTANCE on; else of b.
-template <int DISTANCE, int... I>
-inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
-  return SHUFFLE(a, b, (I & DISTANCE ? LANES + I : I)) +
-         SHUFFLE(a, b, (I & DISTANCE ? LANES + I - DISTANCE : I + DISTANCE));
-}
-
-// Lane i is the sum of x[i]. Indices of register arrays are compile-time constants throughout:
-// otherwise compilers keep such arrays in memory.
-template <int N = LANES / 2> inline Floats lane_sums(Floats (&x)[LANES]) {
-  constexpr auto LANE = std::make_integer_sequence<int, LANES>{};
-  if constexpr (N >= LANES / 4) {
-    each<0, N>([&](auto i) { x[i] = add_pairs(x[2 * i], x[2 * i + 1], LANE); });
-  } else {
-    // Lanes 4 * i ... 4 * i + 3 of every vector are parts of four sums.
-    each<0, N>([&](auto i) { x[i] = fold<4 * N>(x[i], x[i + N], LANE); });
-  }
-  if constexpr (N > 1) return lane_sums<N / 2>(x);
-  return x[0];
-}
-
 template <class A> inline void put_scores(Floats scores, int token, Block<A>& block) {
   constexpr int TOKENS = Panel<A>::TOKENS;
   for (int r = 0; r < A::ROWS; r++)
@@ -70,17 +44,10 @@ template <class A> void arrange_query(Panel<A>& panel) {
       float sums[Keys::GROUPS]{};
       for (int d = 0; d < K::DIM; d++) sums[Keys::group(d)] += query[d];
       for (int g = 0; g < Keys::GROUPS; g++)
-        for (int u = 0; u < TOKENS; u++) panel.sums.of[g][r * TOKENS + u] = sums[g];
+        for (int u = 0; u < TOKENS; u++) panel.sums[g][r * TOKENS + u] = sums[g];
     }
   });
 }
-
-// Scales and minima of the tokens of a block.
-template <class A> struct BlockScales {
-  static constexpr int GROUPS = A::K::Code::GROUPS, SIZE = Panel<A>::BLOCK;
-
-  alignas(64) float scales[GROUPS][SIZE], minima[GROUPS][SIZE];
-};
 
 // Scores of TOKENS tokens: lane r * TOKENS + u is row r's for token u. Tokens behind `count` repeat
 // the last one. scale(group, token): what codes are multiplied by; where one scale is for all
@@ -138,16 +105,6 @@ inline Floats code_sums(
   return lane_sums(sums);
 }
 
-// TOKENS numbers for every row.
-template <int TOKENS, int... I>
-inline Floats repeat(const float* numbers, std::integer_sequence<int, I...>) {
-  const Floats x = load<Floats, TOKENS>(numbers);
-  return SHUFFLE(x, x, (I % TOKENS));
-}
-template <int TOKENS> inline Floats repeat(const float* numbers) {
-  return repeat<TOKENS>(numbers, std::make_integer_sequence<int, LANES>{});
-}
-
 // Scores of packed keys in `count` slots from `slot` on, for tokens first ... of the block: groups
 // are channels of one token.
 // Flattened: compilers would make calls of parts of it, which take 3 to 8% of its time.
@@ -157,24 +114,23 @@ __attribute__((flatten)) void token_scores(
     Block<A>& block) {
   using K = typename A::K;
   using Keys = typename K::Code;
-  constexpr int TOKENS = Panel<A>::TOKENS;
+  constexpr int TOKENS = Panel<A>::TOKENS, BLOCK = Panel<A>::BLOCK;
   const K& k = pair.a.k;
-  BlockScales<A> known;
+  alignas(64) float scales[Keys::GROUPS][BLOCK], minima[Keys::GROUPS][BLOCK];
   for (int g = 0; g < Keys::GROUPS; g++)
     for (int t = 0; t < count; t += LANES) {
       const auto* place = k.qparams_of(pair.pair) + g * k.capacity + slot + t;
       const Affine affine = load_affine<typename K::Number>(place, std::min(count - t, LANES));
-      __builtin_prefetch(place + Panel<A>::BLOCK);
-      store<LANES>(known.scales[g] + t, affine.scale);
-      store<LANES>(known.minima[g] + t, affine.minimum);
+      __builtin_prefetch(place + BLOCK);
+      store<LANES>(scales[g] + t, affine.scale);
+      store<LANES>(minima[g] + t, affine.minimum);
     }
   for (int t = 0; t < count; t += TOKENS) {
     const uint16_t* words = k.codes_of(pair.pair) + (slot + t) * Keys::WORDS;
-    const auto scale_of = [&](int group, int u) { return known.scales[group][t + u]; };
+    const auto scale_of = [&](int group, int u) { return scales[group][t + u]; };
     Floats sums = code_sums(words, count - t, panel.query, scale_of);
-    if constexpr (Keys::GROUPS == 1) sums *= repeat<TOKENS>(known.scales[0] + t);
-    for (int g = 0; g < Keys::GROUPS; g++)
-      sums += panel.sums.of[g] * repeat<TOKENS>(known.minima[g] + t);
+    if constexpr (Keys::GROUPS == 1) sums *= repeat<TOKENS>(scales[0] + t);
+    for (int g = 0; g < Keys::GROUPS; g++) sums += panel.sums[g] * repeat<TOKENS>(minima[g] + t);
     put_scores(sums, first + t, block);
   }
 }
@@ -192,10 +148,10 @@ inline Query<A> scaled_query(const typename A::K::Pair* qparams, const Query<A>&
     const auto [scale, minimum] =
         load_affine<typename K::Number, Keys::channels(plane, at)>(qparams + FIRST);
     if constexpr (FIRST * sizeof(*qparams) % 64 == 0) __builtin_prefetch(qparams + FIRST + K::DIM);
-    const Floats low = minimum * (1 / unit<typename Keys::Codes>(plane)), step = scale;
+    const Floats step = scale, start = minimum * (1 / unit<typename Keys::Codes>(plane));
     each<0, ROWS>([&](auto r) {
       const Floats q = load<Floats, LANES>(query.vectors[r] + place * LANES);
-      offset[r] += q * low;
+      offset[r] += q * start;
       store<LANES>(result.vectors[r] + place * LANES, q * step);
     });
   });
@@ -217,7 +173,7 @@ __attribute__((flatten)) void channel_scores(
     const Query query = scaled_query<A>(k.qparams_of(pair.pair) + group * K::DIM, panel.query);
     for (; t < end; t += Panel<A>::TOKENS) {
       const uint16_t* words = k.codes_of(pair.pair) + (slot + t) * Keys::WORDS;
-      put_scores(code_sums(words, end - t, query, Nothing{}), first + t, block);
+      put_scores(code_sums(words, end - t, query, nullptr), first + t, block);
     }
     t = end;
   }

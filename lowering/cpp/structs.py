@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
-from lowering.triton.layouts import row_stride
+from kvpass.format.state import State
+from lowering.support import row_stride
 
 _CODES = {"int64_t": "q", "double": "d"}
 # The model's dtype is Scalar in C++.
 _TYPES = {torch.int32: "int32_t", torch.int16: "int16_t", None: "Scalar"}
-# Numbers beside the tensors of a state: sequences, KV heads, tokens that there is room for, slots
-# of the window, and of the cosines and sines from one sequence to the next, and room for them.
-_SIZES = ("batch", "heads", "capacity", "ring", "cos_sin_batch", "cos_sin_capacity")
+# Kernels read codebooks a vector at a time.
+_WIDEST_VECTOR = 16
 # A C++ type, or a struct, and a name.
 Member = tuple["str | Struct", str]
 
@@ -40,7 +40,7 @@ class Struct:
 
     @cached_property
     def format(self) -> str:
-        """As Python's `struct` has it."""
+        """The types of the members, as Python's `struct` writes them."""
         return "".join(
             kind.format if isinstance(kind, Struct) else _CODES.get(kind, "P")
             for kind, _ in self.members
@@ -62,41 +62,74 @@ class Struct:
         return "\n".join([f"struct {self.name} {{", *lines, "};", check])
 
 
+def _numbers(*names: str) -> tuple[Member, ...]:
+    return tuple(("int64_t", name) for name in names)
+
+
 def _pointer(field: Field) -> str:
     unsigned = field.name == "codes" and not field.exact
     return f"{'uint16_t' if unsigned else _TYPES[field.dtype]}*"
 
 
+# Beside the tensors of a state. ring: slots of the window. cos_sin_batch: from one sequence's
+# cosines and sines to the next one's. clip: a factor for the ends of each group of channels.
+# midpoints: halfway between neighbours in the codebook.
+_BESIDE_TENSORS = (
+    *_numbers("batch", "heads", "capacity", "ring", "cos_sin_batch", "cos_sin_capacity"),
+    *(("const float*", name) for name in ("clip", "midpoints", "codebook")),
+)
+
+
 @cache
 def state_struct(name: str, plan: str, shared: bool = False) -> Struct:
-    """The tensors of a state with this printed plan, and its sizes; ``shared``: with those that all
-    layers share."""
+    """The tensors of a state with this printed plan, and what kernels get beside them;
+    ``shared``: with the tensors that all layers share."""
     layout = parse_plan(plan).layout
     fields = layout.fields if shared else layout.own
     pointers = tuple((_pointer(field), field.name) for field in fields)
-    return Struct(name, (*pointers, *_numbers(*_SIZES)), f"Cache<{name}>")
+    return Struct(name, (*pointers, *_BESIDE_TENSORS), f"Cache<{name}>")
 
 
 def state_numbers(state: Sequence[Tensor], plan: str) -> tuple[int, ...]:
     """The members of a `state_struct` for these tensors."""
-    layout, codes, ring, stride, room = parse_plan(plan).layout, state[0], 0, 0, 0
-    if "window" in layout:
-        ring = state[layout.names.index("window")].shape[2]
-    if len(state) > len(layout.own):
-        cos_sin = state[-1]
-        stride, room = row_stride(cos_sin), cos_sin.shape[1]
-    return (*(t.data_ptr() for t in state), *codes.shape[:3], ring, stride, room)
+    s = State.of(state, plan)
+    batch, heads, capacity = s.codes.shape[:3]
+    ring = s.window.shape[2] if "window" in s else 0
+    stride, room = (row_stride(s.cos_sin), s.cos_sin.shape[1]) if "cos_sin" in s else (0, 0)
+    addresses = (*(t.data_ptr() for t in state), batch, heads, capacity, ring, stride, room)
+    return (*addresses, *_calibrated(plan, heads, s.tokens.shape[3]))
 
 
-def _numbers(*names: str) -> tuple[Member, ...]:
-    return tuple(("int64_t", name) for name in names)
+@cache
+def _calibrated(plan: str, heads: int, dim: int) -> tuple[int, int, int]:
+    """The addresses of factors of clipping, one for each group of channels of ``heads`` of ``dim``,
+    of midpoints and of the numbers of a codebook; 0 of what the plan lacks."""
+    codec = parse_plan(plan).codec
+    clip: tuple[float, ...] = ()
+    if isinstance(codec.clip, tuple):
+        clip = codec.clip
+    elif codec.clip != 1:
+        clip = (codec.clip,) * (heads * (dim // codec.group if codec.axis == "token" else 1))
+    return _address(clip), _address(codec.midpoints), _address(codec.decoded_codebook or ())
+
+
+@cache
+def _floats(numbers: tuple[float, ...]) -> Tensor:
+    """Padded to a whole vector; never freed."""
+    with torch.inference_mode(False):
+        padding = (0.0,) * (_WIDEST_VECTOR - len(numbers))
+        return torch.tensor((*numbers, *padding), dtype=torch.float32)
+
+
+def _address(numbers: tuple[float, ...]) -> int:
+    return _floats(numbers).data_ptr() if numbers else 0
 
 
 # Tokens [batch, heads, tokens, channels], whose last dimension is dense.
 TOKENS = Struct(
-    "NewTokens",
+    "TokenStrides",
     (("const Scalar*", "data"), *_numbers("batch_stride", "head_stride", "token_stride")),
-    "Tokens<NewTokens>",
+    "Tokens<TokenStrides>",
 )
 # Cosines and sines [batch, tokens, 2 * pairs] with a dense last dimension, see rotary.h; no pairs:
 # nothing is to be rotated. wide: they are float32, not of the tokens' type.
@@ -107,9 +140,16 @@ ROTARY = Struct(
         *_numbers("batch_stride", "token_stride", "wide", "start", "pairs", "step", "distance"),
     ),
 )
-# What encoding needs besides: factors of clipping, and numbers halfway between those of a codebook,
-# if any.
-_ENCODING = (("const float*", "clip"), ("const float*", "midpoints"))
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x``, or a copy of it whose last dimension is dense."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def token_numbers(x: Tensor) -> tuple[int, ...]:
+    """The members of `TOKENS` for a tensor with a dense last dimension."""
+    return (x.data_ptr(), *x.stride()[:3])
 
 
 def arguments_name(op: str) -> str:
@@ -117,14 +157,12 @@ def arguments_name(op: str) -> str:
     return f"{op.title()}Arguments"
 
 
-@cache
 def tensor_structs(plan: str) -> dict[str, Struct]:
     """The arguments of ``pack``, ``append`` and ``unpack``."""
-    state = (state_struct("State", plan), "state")
-    tokens = (TOKENS, "tokens")
+    state, tokens = (state_struct("State", plan), "state"), (TOKENS, "tokens")
     members: dict[str, tuple[Member, ...]] = {
-        "pack": (state, tokens, *_numbers("count", "packed", "threads"), *_ENCODING),
-        "append": (state, tokens, *_numbers("count", "threads"), (ROTARY, "rotary"), *_ENCODING),
+        "pack": (state, tokens, *_numbers("count", "packed", "threads")),
+        "append": (state, tokens, *_numbers("count", "threads"), (ROTARY, "rotary")),
         "unpack": (state, ("Scalar*", "out"), *_numbers("count", "threads")),
     }
     return {op: Struct(arguments_name(op), parts) for op, parts in members.items()}
@@ -140,19 +178,16 @@ _SEGMENT = (
 @cache
 def attention_struct(k_plan: str, v_plan: str, segment: bool) -> Struct:
     """The arguments of ``attention``, of all tokens or of one segment. Strides count elements."""
-    states = (
+    members: tuple[Member, ...] = (
         (state_struct("KeyState", k_plan, shared=True), "k"),
         (state_struct("ValueState", v_plan, shared=True), "v"),
+        (TOKENS, "query"),
+        ("const void*", "mask"),
+        *_numbers("mask_kind", "mask_batch", "mask_head", "mask_query", "mask_token"),
+        ("const void*", "sinks"),
+        *_numbers("sinks_kind"),
+        ("Scalar*", "out"),
+        *_numbers("rows", "queries", "causal", "window", "retained", "threads"),
+        *(("double", name) for name in ("scale", "softcap")),
     )
-    pointers = (
-        ("const Scalar*", "query"), ("const void*", "mask"), ("const void*", "sinks"),
-        ("Scalar*", "out"), ("const float*", "k_codebook"), ("const float*", "v_codebook"),
-    )  # fmt: skip
-    numbers = _numbers(
-        "rows", "queries", "query_batch", "query_head", "query_token",
-        "mask_kind", "mask_batch", "mask_head", "mask_query", "mask_token",
-        "sinks_kind", "causal", "window", "retained", "threads",
-    )  # fmt: skip
-    doubles = (("double", "scale"), ("double", "softcap"))
-    more = _SEGMENT if segment else ()
-    return Struct(arguments_name("attention"), (*states, *pointers, *numbers, *doubles, *more))
+    return Struct(arguments_name("attention"), (*members, *(_SEGMENT if segment else ())))

@@ -11,7 +11,7 @@ void decode_tokens(
   for (int64_t count; first < stop; first += count, out += count * X::DIM) {
     const int64_t slot = state.slot_of(first);
     count = X::SLIDING ? std::min(stop - first, state.capacity - slot) : stop - first;
-    decode<X::DIM>(state, pair, slot, count, nullptr, out);
+    decode<X::DIM>(state, pair, slot, count, out);
   }
 }
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lowering.cpp.constants import unsupported_device, unsupported_reading
-from lowering.cpp.library import load_function, tensor_source, unsupported_compiler
-from lowering.cpp.structs import state_numbers, tensor_structs
-from lowering.triton.layouts import exact_tokens, unsupported_conversion, unsupported_gaps
+from lowering.cpp.library import tensor_function, unsupported_function
+from lowering.cpp.structs import state_numbers
+from lowering.support import exact_tokens, unsupported_conversion, unsupported_gaps
 
 
 def unsupported_reason(
@@ -19,18 +18,14 @@ def unsupported_reason(
 ) -> str | None:
     """Why C++ declines these arguments of ``kvpass::unpack``, or None."""
     exact = exact_tokens(state, plan)
+    dim = int(exact.shape[3])
     return (
         unsupported_conversion(exact, dtype)
         or unsupported_device(exact)
-        or unsupported_reading(plan, int(exact.shape[3]))
+        or unsupported_reading(plan, dim)
         or unsupported_gaps(state, plan)
-        or unsupported_compiler("unpack", tensor_source(plan, int(exact.shape[3]), dtype))
+        or unsupported_function("unpack", plan, dim, dtype)
     )
-
-
-@cache
-def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[[bytes], None]:
-    return load_function("unpack", tensor_source(plan, dim, dtype))
 
 
 def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
@@ -38,9 +33,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     exact = exact_tokens(state, plan)
     batch, heads, _, dim = exact.shape
     out = exact.new_empty((batch, heads, tokens, dim))
-    _function(plan, dim, dtype)(
-        tensor_structs(plan)["unpack"].pack(
-            *state_numbers(state, plan), out.data_ptr(), tokens, torch.get_num_threads()
-        )
+    tensor_function("unpack", plan, dim, dtype)(
+        *state_numbers(state, plan), out.data_ptr(), tokens, torch.get_num_threads()
     )
     return out

@@ -55,10 +55,10 @@ void scale_weights(const Pair<A>& pair, int64_t slot, int first, int count, Bloc
         Floats weight = load<Floats, LANES>(block.scores[r] + first + t);
         if constexpr (V::SLIDING) weight = select(lane_numbers() < count - t, weight, Floats{});
         base[r] += weight * affine.minimum;
-        store<LANES>(block.weights.of[r][g] + first + t, weight * affine.scale);
+        store<LANES>(block.weights[r][g] + first + t, weight * affine.scale);
       }
     }
-    for (int r = 0; r < ROWS; r++) block.weights.base[r][g] = sum(base[r]);
+    for (int r = 0; r < ROWS; r++) block.base[r][g] = sum(base[r]);
   }
 }
 
@@ -83,7 +83,7 @@ void packed_values(
       constexpr int SHARES = round_up(Values::WIDTH, LANES) / LANES * PARTS;
       constexpr int SHARE = at / LANES * PARTS + part;
       const uint16_t* ahead = values + (BLOCK * SHARES + SHARE * count) * Values::WORDS / SHARES;
-      const auto& weights = block.weights.of;
+      const auto& weights = block.weights;
       for (int t = 0, place = first; t < count; t++, place++, values += Values::WORDS) {
         Values::template prefetch<SHARES>(ahead + t * Values::WORDS / SHARES);
         Codes words;
@@ -102,8 +102,8 @@ void packed_values(
         constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
         using Span = typename Values::template Span<PLANE, at>;
         each<0, ROWS>([&](auto r) {
-          const Floats base = spread<Span>([&](int g) { return block.weights.base[r][g]; });
-          float* total = panel.rows[r].packed.of + PLANE * Values::PADDED + at;
+          const Floats base = spread<Span>([&](int g) { return block.base[r][g]; });
+          float* total = panel.rows[r].packed + PLANE * Values::PADDED + at;
           const Floats added = base + out[j][r] * unit<Codes>(PLANE);
           store<LANES>(total, load<Floats, LANES>(total) + added);
         });

@@ -22,9 +22,6 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// Stands for a member that a kernel does not need.
-struct Nothing {};
-
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 template <class To, class From> inline To bits_of(From x) {
@@ -106,36 +103,6 @@ inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 #else
 #define SHUFFLE(a, b, index) __builtin_shuffle(a, b, Ints{index...})
 #endif
-template <int DISTANCE, int... I>
-inline Floats swap_lanes(Floats x, std::integer_sequence<int, I...>) {
-  return SHUFFLE(x, x, (I ^ DISTANCE));
-}
-
-// All lanes joined in pairs, then the pairs: fewer steps in a row than lane after lane.
-template <int N = LANES / 2, class Join> inline float join_lanes(Floats x, const Join& join) {
-  if constexpr (N > 0) {
-    const Floats other = swap_lanes<N>(x, std::make_integer_sequence<int, LANES>{});
-    return join_lanes<N / 2>(join(x, other), join);
-  }
-  return x[0];
-}
-
-inline float sum(Floats x) {
-  return join_lanes(x, [](Floats a, Floats b) { return a + b; });
-}
-
-// The lanes in which a comparison holds, as bits.
-inline uint32_t bits_of_lanes(Ints holds) {
-#if KVPASS_LANES == 16 && defined(__AVX512DQ__)
-  return _mm512_movepi32_mask((__m512i)holds);
-#elif KVPASS_LANES == 8 && defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)holds);
-#else
-  uint32_t bits = 0;
-  for (int i = 0; i < LANES; i++) bits |= (uint32_t)(holds[i] & 1) << i;
-  return bits;
-#endif
-}
 
 template <int N> using Constant = std::integral_constant<int, N>;
 

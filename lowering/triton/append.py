@@ -11,14 +11,14 @@ from kvpass.format.retention import MAX_STEP
 from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from lowering.codegen import load_kernels
+from lowering.support import row_stride
 from lowering.triton.heuristics import encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
     capacity_tiles,
     clip_factor,
-    encoded_heads,
+    head_constants,
     layout_of,
-    row_stride,
     stored,
     symbolic,
     unsupported_device,
@@ -26,6 +26,7 @@ from lowering.triton.layouts import (
     unsupported_encoding,
     unsupported_state,
 )
+from triton_templates import next_power_of_2
 
 
 def unsupported_reason(
@@ -62,7 +63,7 @@ def append(
     p, s = stored(parse_plan(plan)), State.of(state, plan)
     layout = layout_of(str(p), head_dim)
     sizes = {"NEW": steps, "WINDOW": p.retention.window, "PACK_EVERY": p.retention.pack_every}
-    padded = 1 << (steps - 1).bit_length()
+    padded = next_power_of_2(steps)
     if new.stride(3) != 1:
         new = new.contiguous()
     arguments = [*state, new, capacity_tiles(s), new.stride(0), new.stride(1), new.stride(2)]
@@ -75,11 +76,10 @@ def append(
         rows = rows.contiguous()
         arguments += [rows, row_stride(rows), rows.stride(1)]
     if layout.cross_head:
-        together = encoded_heads(layout, heads)
+        together = head_constants(layout, heads)
         launch(
-            kernels.append_step, (batch * (heads // together),), *arguments,
-            KV_HEADS=heads, HEADS=together, HEADS_PADDED=1 << (together - 1).bit_length(),
-            NEW_PADDED=padded, **sizes,
+            kernels.append_step, (batch * (heads // together["HEADS"]),), *arguments,
+            **together, NEW_PADDED=padded, **sizes,
         )  # fmt: skip
     else:
         tokens = encode_tokens(layout)

@@ -12,19 +12,18 @@ from torch import Tensor
 from kvpass.format.retention import MAX_STEP
 from kvpass.ops.attention import AttentionArguments
 from lowering.codegen import load_kernels
-from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
+from lowering.support import interpreted, unsupported_formats
+from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes, dequant_first
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
     capacity_tiles,
-    interpreted,
+    cos_sin_stride,
     layout_of,
-    rotary_stride,
     symbolic,
     unsupported_codec,
     unsupported_decoding,
     unsupported_device,
     unsupported_dtype,
-    unsupported_formats,
     unsupported_state,
 )
 from lowering.triton.timing import time_attention
@@ -35,7 +34,7 @@ from lowering.triton.tuning import (
     nominal_capacity,
     tuned_sizes,
 )
-from triton_templates import Layout, render
+from triton_templates import Layout, next_power_of_2, render
 
 _LOG2_E = math.log2(math.e)
 # Splits that the merge reads at a time.
@@ -54,7 +53,7 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     if reason := unsupported_codec(a.k_plan) or unsupported_codec(a.v_plan):
         return reason
     layouts = layout_of(a.k_plan, int(k.shape[3])), layout_of(a.v_plan, int(v.shape[3]))
-    if _decodes(*layouts):
+    if dequant_first(*layouts):
         if reason := unsupported_decoding(a.k_plan, a.v_plan, *layouts):
             return reason
     elif layouts[0].lanewise:
@@ -64,18 +63,15 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     if rows > MAX_ROWS:
         return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
-    if a.mask is not None and a.mask.dtype != torch.bool and unsupported_dtype(a.mask, "the mask"):
-        return unsupported_dtype(a.mask, "the mask")
-    return (
-        unsupported_device(q)
-        or unsupported_dtype(q, "the query")
-        or _prefixed("keys", unsupported_state(a.keys, a.k_plan))
-        or _prefixed("values", unsupported_state(a.values, a.v_plan))
-    )
-
-
-def _prefixed(name: str, reason: str | None) -> str | None:
-    return None if reason is None else f"{name}: {reason}"
+    for x, name in ((a.mask, "the mask"), (q, "the query")):
+        if x is not None and x.dtype != torch.bool and (reason := unsupported_dtype(x, name)):
+            return reason
+    if reason := unsupported_device(q):
+        return reason
+    for name, state, plan in (("keys", a.keys, a.k_plan), ("values", a.values, a.v_plan)):
+        if reason := unsupported_state(state, plan):
+            return f"{name}: {reason}"
+    return None
 
 
 # triton_op reads the schema from the signature.
@@ -121,13 +117,8 @@ def _sizes(a: AttentionArguments) -> AttentionSizes:
     )
 
 
-def _decodes(k: Layout, v: Layout) -> bool:
-    """Scales and minima cannot be left to the other operands of products."""
-    return k.dequant_first or v.dequant_first
-
-
 def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
-    """Of the template."""
+    """The variables of the template."""
     tiles = {"tile": sizes.tile, "part": sizes.part, "edge_tile": sizes.edge_tile}
     return {"k": k, "v": v, **tiles}
 
@@ -142,15 +133,15 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
     rows = heads // kv_heads * queries
     pairs = batch * kv_heads
     kernels = load_kernels("attention", **_parameters(k, v, sizes))
-    turns: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-    if _decodes(k, v):
-        splits, turns = sizes.splits + sizes.edge_splits, (rotary_stride(keys),)
+    cos_sin_batch: tuple[int, ...] = ()
+    window_size: tuple[int, ...] = ()
+    if dequant_first(k, v):
+        splits, cos_sin_batch = sizes.splits + sizes.edge_splits, (cos_sin_stride(keys),)
     else:
-        # Packed tokens beyond the last whole tile, each combination of packed and exact, and sinks.
+        # Packed tokens at the edge, each combination of packed and exact, and sinks.
         edges = (1 if k.identity else 2) * (1 if v.identity else 2)
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
-        kept = (keys.plan.window_size or 0,)
+        window_size = (keys.plan.window_size or 0,)
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))
@@ -161,9 +152,9 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
         sinks = sinks.float().contiguous()
     launch(
         kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
-        q, *a.keys, capacity_tiles(keys), *a.values, capacity_tiles(values), *turns, mask, partial,
-        statistics, q.stride(0), q.stride(1), q.stride(2), *mask_strides, a.scale * _LOG2_E,
-        a.softcap * _LOG2_E, a.window, *kept,
+        q, *a.keys, capacity_tiles(keys), *a.values, capacity_tiles(values), *cos_sin_batch, mask,
+        partial, statistics, q.stride(0), q.stride(1), q.stride(2), *mask_strides,
+        a.scale * _LOG2_E, a.softcap * _LOG2_E, a.window, *window_size,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
@@ -175,7 +166,7 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
         kernels.attention_merge, (pairs, rows),
         partial, statistics, q if sinks is None else sinks, out,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, SPLITS=splits,
-        SPLITS_PADDED=1 << (splits - 1).bit_length(), STEP=_MERGE_STEP, SINKS=sinks is not None,
+        SPLITS_PADDED=next_power_of_2(splits), STEP=_MERGE_STEP, SINKS=sinks is not None,
     )  # fmt: skip
     return out
 

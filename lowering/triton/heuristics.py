@@ -10,8 +10,8 @@ from triton_templates import Layout
 
 # Query rows that a program holds: the N axis of the tensor-core product.
 _MAX_COLUMNS = 16
-# Query rows of a KV head; each `_MAX_COLUMNS` of them read the packed tokens once more, and beyond
-# these it is cheaper to decode the tokens once.
+# Query rows of a KV head: each `_MAX_COLUMNS` of them read the packed tokens once more. For more
+# rows it is cheaper to decode the tokens once.
 MAX_ROWS = 128
 # Multiprocessors to fill where the device cannot be asked: fake tensors on a machine without a GPU.
 _DEFAULT_PROCESSORS = 132
@@ -21,9 +21,9 @@ _MAX_SPLITS = 128
 # A program of the exact window walks about this many tokens.
 _EDGE_TOKENS = 256
 _EDGE_TILE = 32
-# Tokens of a tile that may be tried: rows of a tensor-core product at least.
-_LEAST_TILE, _MOST_TILE = 16, 128
-_MOST_WARPS = 4
+# Tokens of tiles to try: at least the rows of a tensor-core product.
+_MIN_TILE, _MAX_TILE = 16, 128
+_MAX_WARPS = 4
 # Channels for which one warp has the registers, with up to 16 query rows.
 _WARP_LANES = 128
 # Tokens that one program of `pack` and `append` encodes, where no group of tokens asks for more.
@@ -44,7 +44,7 @@ class AttentionSizes:
         columns: query rows of a program, 8 or 16.
         splits: programs that share the packed tokens of one KV head.
         edge_splits: programs that share each other combination of packed and exact.
-        warps: of a program.
+        warps: warps of a program.
         stages: steps whose reads are in flight, counting the one that is computed.
     """
 
@@ -66,21 +66,19 @@ def attention_sizes(
     capacity: int | torch.SymInt,
     query: torch.Tensor,
 ) -> AttentionSizes:
-    """Sizes of a launch.
+    """The sizes of a launch, whatever a symbolic ``pairs`` or ``capacity`` is: to look at it would
+    specialise the graph on it.
 
     Args:
         k, v: layouts of keys and values.
         rows: query rows of a KV head.
         pairs: batch times KV heads.
         capacity: tokens that there is room for.
-        query: whose dtype and device are looked at.
-
-    A symbolic ``pairs`` or ``capacity`` is not looked at, which would specialise the graph on it.
+        query: the query; its dtype and device count.
     """
     columns = 8 if rows <= 8 else _MAX_COLUMNS
     wide = query.dtype == torch.float32
-    decodes = k.dequant_first or v.dequant_first
-    if decodes:
+    if dequant_first(k, v):
         # Keys are decoded in registers, and outliers compared with all of their channels.
         tile = 16 if k.outliers or v.outliers else 32
     elif v.lanewise or (wide and k.identity and v.identity):
@@ -89,7 +87,7 @@ def attention_sizes(
     else:
         tile = 128 if k.bits == v.bits == 2 and columns == 8 else 64
     part = _part(tile, k)
-    if columns > 8 or decodes:
+    if columns > 8 or dequant_first(k, v):
         # No registers for the scores of several parts.
         tile = part
     return AttentionSizes(
@@ -104,23 +102,26 @@ def attention_sizes(
 
 
 def attention_candidates(table: AttentionSizes, k: Layout, v: Layout) -> list[AttentionSizes]:
-    """What is worth measuring: `attention_sizes`' answer first, then its neighbours, at most seven.
-
-    Each neighbour has one size halved or doubled, or reads one step further ahead.
-    """
+    """Sizes worth measuring: the table's first, then at most seven neighbours, each with one size
+    halved or doubled, or reading one step further ahead."""
     found = [table]
     for tile in (table.tile // 2, table.tile * 2):
-        if _LEAST_TILE <= tile <= _MOST_TILE:
+        if _MIN_TILE <= tile <= _MAX_TILE:
             part = _part(tile, k)
-            tile = part if k.dequant_first or v.dequant_first else tile
+            tile = part if dequant_first(k, v) else tile
             found.append(replace(table, tile=tile, part=part, edge_tile=_edge_tile(part, k, v)))
     for warps in (table.warps // 2, table.warps * 2):
-        if 1 <= warps <= _MOST_WARPS:
+        if 1 <= warps <= _MAX_WARPS:
             found.append(replace(table, warps=warps))
     for splits in (table.splits // 2, table.splits * 2):
         if 1 <= splits <= _MAX_SPLITS:
             found.append(replace(table, splits=splits))
     return [*found, replace(table, stages=table.stages + 1)]
+
+
+def dequant_first(k: Layout, v: Layout) -> bool:
+    """Whether attention decodes tokens before it multiplies them."""
+    return k.dequant_first or v.dequant_first
 
 
 def _part(tile: int, k: Layout) -> int:
@@ -130,7 +131,7 @@ def _part(tile: int, k: Layout) -> int:
 def _edge_tile(part: int, k: Layout, v: Layout) -> int:
     # Scales of every channel leave fewer registers, and so do sums that are half padding, and keys
     # both decoded and exact.
-    few = v.lanewise or v.bits == 1 or k.dequant_first or v.dequant_first
+    few = v.lanewise or v.bits == 1 or dequant_first(k, v)
     return min(16 if few else _EDGE_TILE, part)
 
 
@@ -138,7 +139,7 @@ def _warps(lanes: int, columns: int, wide: bool) -> int:
     """As few as have the registers: one warp needs no barrier and no exchange through memory."""
     if wide:
         # Products in fp32 are not for tensor cores and keep whole operands in registers.
-        return _MOST_WARPS
+        return _MAX_WARPS
     return 1 if lanes <= _WARP_LANES else columns // 4
 
 
@@ -163,18 +164,11 @@ def _splits(
     most = _MAX_SPLITS
     if isinstance(capacity, int):
         most = min(most, capacity // (4 * tile))
-    return _power_of_2(wanted, 1, max(1, most))
+    # Rounded down to a power of two.
+    return 1 << (max(1, min(wanted, most)).bit_length() - 1)
 
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return _DEFAULT_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _power_of_2(n: int, low: int, high: int) -> int:
-    """The largest power of two up to ``n`` and ``high``, at least ``low``."""
-    best = low
-    while best * 2 <= min(n, high):
-        best *= 2
-    return best

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kvpass._torch import divides
 from kvpass.errors import KernelError
-from lowering.triton.launch import Launch
-from lowering.triton.layouts import interpreted
+from lowering.support import interpreted
+from lowering.triton.launch import ALIGNMENT, Launch
 from triton_templates import Layout
 
 _TYPES = {
@@ -31,20 +31,18 @@ _TYPES = {
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
-_ALIGNMENT = 16
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _LABEL = re.compile(r"\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\S+)(.*?);")
 _BRANCH = re.compile(r"`?\((\.L_\w+)\)")
 _WARP = 32
-# Of Triton, where a launch does not say.
+# Triton's own number, where a launch gives none.
 _DEFAULT_WARPS = 4
 # Thread instructions a second (multiprocessors * 128 lanes * boost clock) and 90% of the memory's
 # bytes a second, by compute capability: A100 80 GB SXM and H200 SXM, from NVIDIA's data sheets.
 _RATES = {80: (19.5e12, 1.83e12), 90: (33.5e12, 4.3e12)}
 CAPABILITIES = tuple(_RATES)
-# Bytes of one.
-_OUTLIER = 4
+_OUTLIER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,9 @@ class KernelReport:
     """A compiled kernel.
 
     Attributes:
-        name: of the kernel function.
+        name: the kernel function's name.
         capability: compute capability, e.g. 90.
-        registers: of a thread.
+        registers: registers of a thread.
         stack: bytes of a thread's stack; spilled registers are there.
         local: bytes of a thread's local memory outside the stack.
         shared: bytes of shared memory of a program.
@@ -86,7 +84,7 @@ class KernelReport:
 
     @property
     def spills(self) -> bool:
-        """Registers did not suffice."""
+        """Whether registers did not suffice."""
         return self.stack > 0 or self.local > 0 or any(self.instructions[i] for i in ("LDL", "STL"))
 
 
@@ -96,13 +94,15 @@ def matrix_products(counts: Counter[str]) -> int:
 
 
 def instruction_budget(k: Layout, v: Layout, capability: int, kv_heads: int = 1) -> float:
-    """Thread instructions per element of keys and values below which memory is the limit.
-
-    Of one of ``kv_heads`` heads, which share a token's outliers. Cosines and sines are not counted:
-    all heads and layers read the same ones.
-    """
+    """Thread instructions per element of keys and values below which memory is the limit, for one
+    of ``kv_heads`` heads, which share a token's outliers. Cosines and sines are not counted: all
+    heads and layers read the same ones."""
     instructions, bandwidth = _RATES[capability]
-    size = k.bytes_per_token + v.bytes_per_token + _OUTLIER * (k.outliers + v.outliers) / kv_heads
+    size = (
+        k.bytes_per_token
+        + v.bytes_per_token
+        + _OUTLIER_BYTES * (k.outliers + v.outliers) / kv_heads
+    )
     return size / (k.head_dim + v.head_dim) * instructions / bandwidth
 
 
@@ -142,8 +142,7 @@ def inspect_launch(launch: Launch, capability: int) -> KernelReport:
         path.write_bytes(compiled.asm["cubin"])
         usage = _run(tool("cuobjdump"), "--dump-resource-usage", str(path))
         sass = _run(tool("nvdisasm"), "-c", str(path))
-    match = _USAGE.search(usage)
-    if match is None:
+    if (match := _USAGE.search(usage)) is None:
         raise KernelError(f"cuobjdump reports no resource usage for kernel {name}: {usage!r}.")
     registers, stack, local = int(match[1]), int(match[2]), int(match[4])
     counts = Counter(m[1].split(".")[0] for m in map(_INSTRUCTION.match, sass.splitlines()) if m)
@@ -175,9 +174,9 @@ def _compile(launch: Launch, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, told = launch.kernel, signature(launch)
-    aligned = {(position,): [["tt.divisibility", _ALIGNMENT]] for position in told.aligned}
-    source = ASTSource(fn=kernel, signature=told.types, constexprs=told.constants, attrs=aligned)
+    kernel, known = launch.kernel, signature(launch)
+    aligned = {(position,): [["tt.divisibility", ALIGNMENT]] for position in known.aligned}
+    source = ASTSource(fn=kernel, signature=known.types, constexprs=known.constants, attrs=aligned)
     try:
         # Contraction to fused multiply-add is what a launch gets by default in Triton 3.6 to 3.9.
         options = launch.options | {"enable_fp_fusion": True}
@@ -191,13 +190,8 @@ def _compile(launch: Launch, capability: int) -> Any:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the compiler is told of a kernel's arguments.
-
-    Attributes:
-        types: by name.
-        constants: values of those that are constants.
-        aligned: positions of those that 16 divides.
-    """
+    """What the compiler knows of a kernel's arguments: their types, the values of constants, and
+    the positions of arguments that 16 divides."""
 
     types: dict[str, str]
     constants: dict[str, Any]
@@ -205,31 +199,22 @@ class Signature:
 
 
 def signature(launch: Launch) -> Signature:
-    """As Inductor tells it, which differs from what a launch from Python tells: numbers are of
-    double precision, and of lengths that vary it is known what divides their formulas."""
-    kernel = launch.kernel
+    """The signature that Inductor gives, which differs from that of a launch from Python: numbers
+    are of double precision, and what divides the formula of a varying length is known."""
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     aligned = []
-    annotations = kernel.fn.__annotations__
-    for position, name in enumerate(kernel.arg_names):
+    for position, name in enumerate(launch.kernel.arg_names):
         value = launch.arguments[name]
-        one = isinstance(value, int) and value == 1
-        if one or "constexpr" in str(annotations.get(name, "")):
+        if launch.is_constant(name) or (isinstance(value, int) and value == 1):
             types[name], constants[name] = "constexpr", value
-            continue
-        types[name] = _type_name(value)
-        if isinstance(value, Tensor) or (
-            not isinstance(value, float) and divides(_ALIGNMENT, value)
-        ):
-            aligned.append(position)
+        elif isinstance(value, float):
+            types[name] = "fp64"
+        else:
+            types[name] = _TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
+            if isinstance(value, Tensor) or divides(ALIGNMENT, value):
+                aligned.append(position)
     return Signature(types, constants, tuple(aligned))
-
-
-def _type_name(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return _TYPES[value.dtype]
-    return "fp64" if isinstance(value, float) else "i32"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What every Triton provider needs to launch a generated kernel."""
+"""Launches of generated kernels: now, traced by Inductor, or recorded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import KernelError
-from lowering.triton.layouts import interpreted
+from lowering.support import interpreted
 
 # Arguments of a launch that are options of the compiler, not of the kernel.
-OPTIONS = ("num_warps", "num_stages")
-# Triton looks whether this divides a number.
-_ALIGNMENT = 16
+_OPTIONS = ("num_warps", "num_stages")
+# Triton compiles a kernel anew for numbers that this divides.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Launch:
 
     Attributes:
         kernel: Triton's function.
-        arguments: by name.
-        options: of the compiler.
+        arguments: the kernel's arguments by name.
+        options: the compiler's options.
         step_elements: elements of keys and values that one round of the main loop reads; 0 where
             that is not counted.
-        grid: of programs.
+        grid: programs on each axis.
     """
 
     kernel: Any
@@ -41,15 +41,18 @@ class Launch:
     step_elements: int = 0
     grid: tuple[int | torch.SymInt, ...] = ()
 
+    def is_constant(self, name: str) -> bool:
+        """Whether this argument is a ``tl.constexpr``."""
+        return "constexpr" in str(self.kernel.fn.__annotations__.get(name, ""))
+
     @property
     def specialization(self) -> tuple[Any, ...]:
         """What decides how the kernel is compiled when it is launched from Python."""
-        annotations = self.kernel.fn.__annotations__
-        told = (
-            _told(value, "constexpr" in str(annotations.get(name, "")))
+        seen = (
+            value if self.is_constant(name) else _specialized_on(value)
             for name, value in self.arguments.items()
         )
-        return (self.kernel, *told, *self.options.items())
+        return (self.kernel, *seen, *self.options.items())
 
     def compile(self) -> None:
         """Compiles the kernel for the current device, without launching it."""
@@ -60,13 +63,11 @@ class Launch:
         self.kernel[self.grid](**self.arguments, **self.options)
 
 
-def _told(value: Any, constant: bool) -> Any:
-    """What the compiler is told of an argument."""
+def _specialized_on(value: Any) -> Any:
+    """What the compiler knows of an argument that is no constant."""
     if isinstance(value, Tensor):
         return value.dtype
-    if constant or not isinstance(value, int):
-        return value if constant else type(value)
-    return (value == 1, value % _ALIGNMENT == 0)
+    return (value == 1, value % ALIGNMENT == 0) if isinstance(value, int) else type(value)
 
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("kvpass_recorded_launches", default=None)
@@ -74,7 +75,7 @@ _recorded: ContextVar[list[Launch] | None] = ContextVar("kvpass_recorded_launche
 
 @contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """Inside, kernels are collected, not launched; with fake tensors nothing is computed at all."""
+    """Collects kernels instead of launching them; with fake tensors nothing is computed at all."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:
@@ -84,7 +85,15 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 def compile_ahead(call: Callable[[], object]) -> int:
-    """See `kvpass.backend.compile_ahead`."""
+    """Compiles the Triton kernels that ``call`` would launch, several at a time, on the GPU where
+    its tensors are. What it computes meanwhile is nothing.
+
+    Returns:
+        How many there are.
+
+    Raises:
+        KernelError: if one does not compile.
+    """
     with record_launches() as launches:
         call()
     # Triton's compiler leaves Python to other threads; those that share a kernel and its constants
@@ -114,9 +123,8 @@ def launch(
 
     ``step_elements`` is only recorded, see `Launch`.
     """
-    recorded = _recorded.get()
-    if recorded is not None:
-        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    if (recorded := _recorded.get()) is not None:
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         positional = dict(zip(kernel.arg_names, args, strict=False))
         recorded.append(Launch(kernel, positional | kwargs, options, step_elements, tuple(grid)))
         return
@@ -125,5 +133,5 @@ def launch(
 
 
 def on_nvidia() -> bool:
-    """The kernels may use PTX."""
+    """Whether the kernels may use PTX."""
     return torch.version.hip is None and not interpreted()

@@ -11,8 +11,8 @@ from kvpass._torch import symbolic_mode, symbolic_size
 from kvpass.errors import KernelError
 from kvpass.format.parse import parse_plan
 from kvpass.format.rope import Rope
+from kvpass.ops.cos_sin import pack_cos_sin_fake
 from kvpass.ops.pack import pack_fake
-from kvpass.ops.rotary import pack_rotary_fake
 from lowering.triton import append, attention, pack, unpack
 from lowering.triton.launch import Launch, record_launches
 
@@ -35,15 +35,15 @@ def layer_launches(
 ) -> list[Launch]:
     """What a layer launches for a prompt, for one decode step, and for a second prompt.
 
-    Tensors are fake. Lengths are numbers that kernels are told at each launch, as they are of
-    caches that grow; those of static caches (plans with ``room``) are known.
+    Tensors are fake. Lengths are symbols, as for a cache that grows; those of static caches (plans
+    with ``room``) are numbers.
 
     Args:
         k_plan, v_plan: printed plans.
         key_dim, value_dim: channels of a head.
         heads_per_group: query heads that share a KV head.
-        dtype: of the model.
-        with_sinks: attention has sinks.
+        dtype: the model's dtype.
+        with_sinks: whether attention has sinks.
         variant: more arguments of ``kvpass::attention``: ``causal``, ``window``, ``softcap``.
 
     Raises:
@@ -69,7 +69,7 @@ def _state(
     plan: str, tokens: int, dim: int, dtype: torch.dtype, rotated: bool = False
 ) -> list[Tensor]:
     """The state after a prompt and a decode step, whose token is ``rotated`` when it is stored or
-    read; their kernels and that of `unpack` are recorded."""
+    read. Records their kernels and that of `unpack`."""
     x = torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
     p = parse_plan(plan)
     _require("pack", pack.unsupported_reason(x, plan))
@@ -80,7 +80,7 @@ def _state(
     append.append(*step, *(rotary if rotated and p.rope is None else ()))
     if p.rope is not None:
         rows = x.new_empty(1, tokens, p.rope.channels)
-        state.append(pack_rotary_fake(rows, plan))
+        state.append(pack_cos_sin_fake(rows, plan))
     length = p.logical(tokens + 1)
     _require("unpack", unpack.unsupported_reason(state, length, plan, dtype))
     unpack.unpack(state, length, plan, dtype)

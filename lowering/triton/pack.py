@@ -7,19 +7,19 @@ from torch import Tensor
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import empty_state
 from lowering.codegen import load_kernels
+from lowering.support import unbounded
 from lowering.triton.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
     capacity_tiles,
     clip_factor,
-    encoded_heads,
+    head_constants,
     layout_of,
     stored,
-    unbounded,
     unsupported_device,
     unsupported_dtype,
     unsupported_encoding,
-    unsupported_pairs,
+    unsupported_heads,
 )
 
 
@@ -30,7 +30,7 @@ def unsupported_reason(new: Tensor, plan: str, ranges: Tensor | None = None) -> 
         unsupported_device(new)
         or unsupported_encoding(plan, int(new.shape[3]))
         or unsupported_dtype(new, "the cache")
-        or unsupported_pairs(new)
+        or unsupported_heads(new)
         or layout_of(plan, int(new.shape[3])).unsupported_reason()
     )
 
@@ -55,7 +55,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     strides = (new.stride(0), new.stride(1), new.stride(2))
     arguments = (*state.tensors, new, capacity_tiles(state), *strides)
     if layout.cross_head:
-        # One program at least says how long sequences are.
+        # At least one program stores how long sequences are.
         tokens, programs = COPIED_TOKENS, max(1, tail_programs)
     else:
         tokens = COPIED_TOKENS if layout.identity else encode_tokens(layout)
@@ -66,11 +66,9 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
         CLIPPED=p.codec.clip != 1,
     )  # fmt: skip
     if layout.cross_head:
-        together = encoded_heads(layout, heads)
         if ranges is not None:
             state.qparams.copy_(ranges)
-        launch(
-            kernels.pack_tokens, (packed, batch * (heads // together)), *arguments,
-            KV_HEADS=heads, HEADS=together, HEADS_PADDED=1 << (together - 1).bit_length(),
-        )  # fmt: skip
+        together = head_constants(layout, heads)
+        grid = (packed, batch * (heads // together["HEADS"]))
+        launch(kernels.pack_tokens, grid, *arguments, **together)
     return state.tensors

@@ -1,4 +1,4 @@
-"""How long decode attention takes with given sizes, on a GPU and a cache made up for that."""
+"""Times of decode attention with given sizes, on a GPU and a cache filled at random."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Attend = Callable[..., Tensor]
 States = tuple[list[Tensor], list[Tensor]]
 
 _ROUNDS = 20
-# Calls of one CUDA graph: what a replay costs beside the kernels must not show.
-_LEAST_CALLS, _MOST_CALLS = 4, 256
+# Calls of one CUDA graph, so that the cost of a replay beside the kernels does not show.
+_MIN_CALLS, _MAX_CALLS = 4, 256
 # A scale and a minimum of 2**-4 each, as halves and as fp8-e4m3.
 _PARAMS = {torch.int32: 0x2C002C00, torch.int16: 0x1818}
 # Norm of the difference of two results over the norm of one. The output's rounding to bf16 is
@@ -78,7 +78,7 @@ def query(workload: Workload, device: torch.device) -> Tensor:
 def filled_state(
     plan: str, dim: int, workload: Workload, device: torch.device, seed: int
 ) -> list[Tensor]:
-    """What a prompt of ``workload.capacity`` tokens leaves behind, with random codes."""
+    """The state after a prompt of ``workload.capacity`` tokens, with random codes."""
     p, generator = parse_plan(plan), torch.Generator(device).manual_seed(seed)
     shape = (workload.batch, workload.kv_heads, workload.capacity, dim)
     # Only its shape is looked at.
@@ -96,10 +96,9 @@ def filled_state(
         elif field.name == "outliers":
             # Values of at most 2**-14, anywhere.
             tensor.random_(0, workload.kv_heads * dim, generator=generator).add_(0x04000000)
-    ends = state.segment_ends
-    ends[:, 0] = p.sinks
-    ends[:, -2:-1] = p.sinks + packed
-    ends[:, -1] = tokens
+    state.segment_ends[:, 0] = p.sinks
+    state.segment_ends[:, -2:-1] = p.sinks + packed
+    state.segment_ends[:, -1] = tokens
     if p.rope is None:
         return state.tensors
     cos_sin = new.new_empty((1, state.capacity, p.rope.channels))
@@ -107,12 +106,12 @@ def filled_state(
 
 
 def _states(workload: Workload, device: torch.device) -> list[States]:
-    """As many as exceed the last-level cache twice, where a quarter of the free memory holds
-    them."""
+    """So many states that they exceed the last-level cache twice, within a quarter of the free
+    memory."""
     made: list[States] = []
     wanted = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     free, size = torch.cuda.mem_get_info(device)[0] // 4, 0
-    while not made or (len(made) < _MOST_CALLS and len(made) * size < min(wanted, free)):
+    while not made or (len(made) < _MAX_CALLS and len(made) * size < min(wanted, free)):
         seed = 2 * len(made)
         keys = filled_state(workload.k_plan, workload.key_dim, workload, device, seed)
         values = filled_state(workload.v_plan, workload.value_dim, workload, device, seed + 1)
@@ -128,7 +127,7 @@ def record(
     q: Tensor,
     states: Sequence[States],
 ) -> tuple[list[Launch], Tensor]:
-    """The launches of one call for each state, and what will be the result of the first."""
+    """The launches of one call for each state, and the result of the first, not yet computed."""
     scale, plans = workload.key_dim**-0.5, (workload.k_plan, workload.v_plan)
     with record_launches() as launches:
         outs = [attend(sizes, q, keys, values, None, scale, *plans) for keys, values in states]
@@ -168,7 +167,7 @@ def _run(launches: Sequence[Launch]) -> None:
 
 
 def _difference(out: Tensor, expected: Tensor | None) -> str | None:
-    """Why this is not the result that other sizes gave, or None."""
+    """Why the result differs from that of other sizes, or None."""
     if expected is None:
         return None
     wanted = expected.double()
@@ -179,7 +178,7 @@ def _difference(out: Tensor, expected: Tensor | None) -> str | None:
 
 def _clock(launches: Sequence[Launch], calls: int) -> Callable[[], float]:
     """Milliseconds of one call, by CUDA events around a graph of all of them."""
-    repeats = -(-_LEAST_CALLS // calls)
+    repeats = -(-_MIN_CALLS // calls)
     graph = torch.cuda.CUDAGraph()
     # Other threads of the process may go on using the GPU.
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):

@@ -22,16 +22,17 @@ import torch
 
 from kvpass.errors import KernelError, OptionError, shown
 from lowering.codegen import cache_folder, digest, sources_digest, write_atomically
+from lowering.support import interpreted
 from lowering.triton.heuristics import AttentionSizes, attention_candidates
 from lowering.triton.launch import recording
-from lowering.triton.layouts import interpreted, layout_of
+from lowering.triton.layouts import layout_of
 
 VARIABLE = "KVPASS_TUNE"
 # What is measured where a graph is compiled for any batch, and for any number of tokens.
 NOMINAL_BATCH = 1
 NOMINAL_CAPACITY = 32768
 # With fewer tokens a step hardly waits for attention.
-_LEAST_CAPACITY = 4096
+_MIN_CAPACITY = 4096
 # Another answer than the table's must be faster by more than times vary.
 _FASTER = 0.98
 
@@ -43,9 +44,8 @@ class Workload:
     Attributes:
         k_plan, v_plan: printed plans.
         key_dim, value_dim: channels of a head.
-        dtype: of the model.
-        batch: sequences.
-        kv_heads: of a sequence.
+        dtype: the model's dtype.
+        batch, kv_heads: sequences, and KV heads of each.
         rows: query rows of a KV head.
         capacity: tokens that there is room for.
     """
@@ -63,14 +63,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was chosen for a workload.
-
-    Attributes:
-        workload: what was measured.
-        table: the table's answer.
-        chosen: the fastest one.
-        table_ms, chosen_ms: milliseconds of a call; None where it does not run.
-    """
+    """The sizes for a workload: those of the table and the fastest ones, each with milliseconds of
+    a call, None where it does not run."""
 
     workload: Workload
     table: AttentionSizes
@@ -79,8 +73,8 @@ class Tuned:
     chosen_ms: float | None
 
 
-# Milliseconds of a call with each of the sizes, or why there is no time. Called in a thread of its
-# own, where no mode of the caller is on: tensors are real, nothing is traced.
+# Milliseconds of a call with each of the sizes, or why it has no time. Runs in a thread of its own,
+# where no mode of the caller is on: tensors are real, nothing is traced.
 Timer = Callable[[Workload, Sequence[AttentionSizes], torch.device], Sequence[float | str]]
 
 _tuned: dict[tuple[Workload, AttentionSizes, torch.device], Tuned] = {}
@@ -106,12 +100,12 @@ def enabled() -> bool:
 
 
 def cache_tag() -> str:
-    """What decides, besides a graph, which kernels it gets: compiled graphs are cached under it."""
+    """The key, besides the graph itself, under which compiled graphs are cached."""
     return f"kvpass-{sources_digest()}-{VARIABLE}={int(enabled())}"
 
 
 def measurable(device: torch.device) -> bool:
-    """Whether launches on this device are measured: not where kernels are only looked at."""
+    """Whether launches on this device are measured: not where kernels are only recorded."""
     return (
         device.type == "cuda"
         and torch.cuda.is_available()
@@ -151,17 +145,17 @@ def tuned_sizes(
     Raises:
         KernelError: if no sizes work.
     """
-    if workload.capacity < _LEAST_CAPACITY:
+    if workload.capacity < _MIN_CAPACITY:
         return table
-    place = (workload, table, device)
-    if place not in _tuned:
+    key = (workload, table, device)
+    if key not in _tuned:
         with _lock:
-            if place not in _tuned:
+            if key not in _tuned:
                 found = _find(workload, table, device, source, timer)
                 if found is None:
                     return table
-                _tuned[place] = found
-    return _tuned[place].chosen
+                _tuned[key] = found
+    return _tuned[key].chosen
 
 
 def _find(
@@ -171,14 +165,14 @@ def _find(
     source: Callable[[AttentionSizes], str],
     timer: Timer,
 ) -> Tuned | None:
-    """From the file, or measured; None if this is no time to measure."""
+    """The sizes from the file, or measured; None while a CUDA graph is captured."""
     k = layout_of(workload.k_plan, workload.key_dim)
     v = layout_of(workload.v_plan, workload.value_dim)
     candidates = attention_candidates(table, k, v)
     key = {
         **device_facts(device),
         "kernels": digest("".join(map(source, candidates))),
-        "launch": {name: _plain(value) for name, value in asdict(workload).items()},
+        "launch": asdict(workload) | {"dtype": str(workload.dtype)},
         "candidates": [asdict(c) for c in candidates],
     }
     path = cache_folder() / f"attention_sizes_{digest(json.dumps(key))}.json"
@@ -205,7 +199,7 @@ def _fastest(
     results: Sequence[float | str],
     device: torch.device,
 ) -> Tuned:
-    """Of those that have a time; the table's answer, the first, if it is about as fast."""
+    """The fastest sizes, or the table's answer, the first, if it is about as fast."""
     pairs = list(zip(candidates, results, strict=True))
     times = {sizes: result for sizes, result in pairs if not isinstance(result, str)}
     table = candidates[0]
@@ -221,7 +215,7 @@ def _fastest(
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """What of the machine a measurement holds for."""
+    """The machine that a measurement holds for."""
     import triton
 
     properties = torch.cuda.get_device_properties(device)
@@ -232,28 +226,18 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, torch.dtype) else value
-
-
 def _read(
     path: Path, key: dict[str, Any], workload: Workload, candidates: Sequence[AttentionSizes]
 ) -> Tuned | None:
-    """What the file says; None if there is none, or it is not one that `_write` wrote for this."""
+    """The sizes in the file; None if there is none, or `_write` has not written it for this key."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["key"] != key:
             raise ValueError("written for another launch")
         # Ours, since 64.0 equals 64 but is no size; and nothing that was not to be measured.
         chosen = candidates[candidates.index(AttentionSizes(**content["sizes"]))]
-        table_ms = content["table_ms"]
-        return Tuned(
-            workload,
-            candidates[0],
-            chosen,
-            None if table_ms is None else float(table_ms),
-            float(content["ms"]),
-        )
+        table_ms = None if content["table_ms"] is None else float(content["table_ms"])
+        return Tuned(workload, candidates[0], chosen, table_ms, float(content["ms"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError):
@@ -262,12 +246,8 @@ def _read(
 
 
 def _write(path: Path, key: dict[str, Any], found: Tuned) -> None:
-    content = {
-        "key": key,
-        "sizes": asdict(found.chosen),
-        "ms": found.chosen_ms,
-        "table_ms": found.table_ms,
-    }
+    sizes, times = asdict(found.chosen), {"ms": found.chosen_ms, "table_ms": found.table_ms}
+    content = {"key": key, "sizes": sizes, **times}
     try:
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:

@@ -7,19 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
 from lowering.codegen import load_kernels
+from lowering.support import unsupported_conversion
 from lowering.triton.heuristics import decode_tokens
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
     capacity_tiles,
-    exact_tokens,
+    cos_sin_stride,
     layout_of,
-    rotary_stride,
-    unsupported_conversion,
     unsupported_device,
-    unsupported_pairs,
+    unsupported_heads,
     unsupported_state,
 )
 
@@ -28,13 +26,13 @@ def unsupported_reason(
     state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
 ) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::unpack``, or None."""
-    exact, p = exact_tokens(state, plan), parse_plan(plan)
-    if p.rope is not None and p.window_size is not None:
+    s = State.of(state, plan)
+    if s.plan.rope is not None and s.plan.window_size is not None:
         return "a rotary embedding is not supported where a window slides"
     return (
-        unsupported_conversion(exact, dtype)
-        or unsupported_device(exact)
-        or unsupported_pairs(exact)
+        unsupported_conversion(s.tokens, dtype)
+        or unsupported_device(s.tokens)
+        or unsupported_heads(s.tokens)
         or unsupported_state(state, plan)
     )
 
@@ -45,19 +43,18 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     Each sequence of the batch has its own segment ends; a sequence of fewer than ``tokens`` tokens
     ends in zeros.
     """
-    exact = exact_tokens(state, plan)
-    batch, heads, _, head_dim = exact.shape
+    s = State.of(state, plan)
+    batch, heads, _, head_dim = s.tokens.shape
     layout = layout_of(plan, head_dim)
     kernels = load_kernels("unpack", layout=layout)
     size = decode_tokens(layout)
-    out = exact.new_empty((batch, heads, tokens, head_dim))
+    out = s.tokens.new_empty((batch, heads, tokens, head_dim))
     # The last tokens of a sliding window may begin within what one program decodes; sinks have
     # programs of their own.
     programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
-    named = State.of(state, plan)
     launch(
         kernels.unpack_tokens, (programs, batch * heads),
-        *state, out, capacity_tiles(named), rotary_stride(named), tokens,
+        *state, out, capacity_tiles(s), cos_sin_stride(s), tokens,
         KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""`kvpass bench attention`: who is measured, and that the check can fail."""
+"""`kvpass bench attention`: its contenders, and that the check can fail."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvpass.bench import contenders
-from kvpass.bench.attention import attention_section, bench_attention, speed_up_peers
+from kvpass.bench.attention import PEERS, attention_section, bench_attention
 from kvpass.bench.contenders import HF_NAME, ROWS_NAME, Case, dense_attention, packed_contender
+from kvpass.bench.report import speed_ups
 from kvpass.bench.timing import Result
 from kvpass.errors import OptionError, PlanError
 
@@ -30,7 +31,7 @@ def _small_cache(monkeypatch):
     ],
 )
 def test_all_contenders_are_right(dtype, recipes):
-    (run,) = bench_attention([replace(CASE, dtype=dtype)], recipes, 3, progress=False)
+    (run,) = bench_attention([replace(CASE, dtype=dtype)], recipes, 3)
     names = [r.name for r in run.results]
     assert names == [*(f"kvpass {name}" for name in recipes), HF_NAME, ROWS_NAME]
     for result in run.results:
@@ -81,7 +82,7 @@ def test_a_wrong_provider_is_caught(monkeypatch):
         return forgets, choice
 
     monkeypatch.setattr(contenders, "provider", broken)
-    (run,) = bench_attention([CASE], ["kivi-4bit"], 2, progress=False)
+    (run,) = bench_attention([CASE], ["kivi-4bit"], 2)
     wrong, *others = run.results
     assert wrong.wrong
     assert wrong.times_ms == ()
@@ -94,7 +95,8 @@ def test_peers_name_the_fastest():
         Result(name, 1.0, times_ms=(time,))
         for name, time in (("kvpass fp", 1), (HF_NAME, 9), (ROWS_NAME, 5), ("sdpa flash rows", 4))
     ]
-    assert [r.name for r in speed_up_peers(results)] == [HF_NAME, ROWS_NAME, "sdpa flash rows"]
+    names = [name for name, _ in speed_ups(results, PEERS)]
+    assert names == [f"x {HF_NAME}", f"x {ROWS_NAME}", "x sdpa flash rows"]
 
 
 def test_mistakes():
@@ -103,6 +105,6 @@ def test_mistakes():
     with pytest.raises(OptionError, match="tokens=0 is not supported"):
         replace(CASE, tokens=0)
     with pytest.raises(OptionError, match="Did you mean 'kivi-4bit'"):
-        bench_attention([CASE], ["kivi-5bit"], 1, progress=False)
+        bench_attention([CASE], ["kivi-5bit"], 1)
     with pytest.raises(PlanError, match="head_dim 20 at 2 bits"):
-        bench_attention([replace(CASE, head_dim=20)], ["kivi-2bit"], 1, progress=False)
+        bench_attention([replace(CASE, head_dim=20)], ["kivi-2bit"], 1)

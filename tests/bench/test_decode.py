@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
-from types import ModuleType
 
 import pytest
 import torch
+from transformers import cache_utils
 
 from kvpass.bench import decoders
 from kvpass.bench.decode import bench_decode, decode_json, decode_section
 from kvpass.bench.filling import Setting, decoded_cache, packed_cache
 from kvpass.bench.models import Shape
+from kvpass.bench.timing import measure
 from kvpass.errors import OptionError
 from kvpass.recipes import recipe
 
@@ -30,7 +30,7 @@ def test_all_contenders_are_right(fill):
     chosen = setting(fill=fill)
     # A prefill has no chunk bits.
     other = "kivi-2bit" if fill == "prompt" else "cocktail"
-    results = bench_decode(chosen, ["kivi-4bit", other], 2, progress=False)
+    results = bench_decode(chosen, ["kivi-4bit", other], 2)
     assert [r.name for r in results[:5]] == [
         "kvpass kivi-4bit",
         f"kvpass {other}",
@@ -47,7 +47,7 @@ def test_all_contenders_are_right(fill):
     table = str(decode_section(chosen, results))
     assert f"300 tokens ({fill}), batch 2, 2 layers" in table
     assert "tokens/s" in table
-    speed = decode_json(chosen, results[0])["tokens_per_s"]
+    speed = decode_json(chosen, results)[0]["tokens_per_s"]
     assert speed == pytest.approx(2000 / results[0].median_ms)
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_cache_is_caught(monkeypatch):
     monkeypatch.setattr(decoders, "packed_cache", shuffled)
     right = real(setting(), recipe("kivi-4bit").layer_plan("*", 16, 16))
     monkeypatch.setattr(decoders, "decoded_cache", lambda s, cache: decoded_cache(s, right))
-    wrong, *_ = bench_decode(setting(), ["kivi-4bit"], 1, progress=False)
+    wrong, *_ = bench_decode(setting(), ["kivi-4bit"], 1)
     assert wrong.wrong
     assert wrong.error > 0.2
     assert wrong.times_ms == ()
@@ -73,19 +73,14 @@ def test_a_wrong_cache_is_caught(monkeypatch):
 
 def test_quantized_caches_of_transformers(monkeypatch):
     """Without their libraries a row says so."""
-    monkeypatch.setattr(decoders, "_installed", lambda module: False)
-    contenders, missing = decoders.quantized_contenders(setting(), None)
-    assert contenders == []
-    assert [r.problem for r in missing] == [
-        "optimum-quanto is not installed",
-        "hqq is not installed",
-    ]
-
-
-def test_installed(monkeypatch):
-    assert not decoders._installed("no_such_package.part")
-    assert decoders._installed("torch.nn")
-    assert isinstance(sys.modules["torch.nn"], ModuleType)
+    for library in ("optimum_quanto", "hqq"):
+        monkeypatch.setattr(cache_utils, f"is_{library}_available", lambda: False)
+    peers = decoders.plain_contenders(setting(), None, 310)
+    quantized = [peer for peer in peers if "QuantizedCache" in peer.name]
+    results = measure(quantized, 1, torch.device("cpu"))
+    for result, library in zip(results, ("optimum-quanto", "`HQQ`"), strict=True):
+        assert result.problem.startswith(f"ImportError: You need to install {library} ")
+        assert result.times_ms == ()
 
 
 def test_contenders_have_code_objects_of_their_own():

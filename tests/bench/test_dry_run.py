@@ -19,6 +19,7 @@ from kvpass.errors import KernelError
 from lowering import codegen
 from lowering.triton.inspection import inspect_launch, signature
 from lowering.triton.layer import layer_launches
+from tests.command import failure
 
 DYNAMIC = Route("kivi-4bit", torch.bfloat16, "dynamic", 1, 90)
 STATIC = Route("kivi-4bit", torch.float16, "static", 8, 80)
@@ -39,7 +40,7 @@ def test_nothing_fails_is_copied_or_waits(found):
         assert graph.right
     assert prefill.providers == {"pack by triton": 4}
     assert decode.providers == {
-        "keep_rows by aten": 1, "append by triton": 4, "attention by triton": 2,
+        "copy_cos_sin by aten": 1, "append by triton": 4, "attention by triton": 2,
     }  # fmt: skip
     weights = 22
     assert (prefill.static, prefill.inputs) == (weights, {DYNAMIC: 23, STATIC: 25}[route])
@@ -56,7 +57,7 @@ def test_nothing_fails_is_copied_or_waits(found):
 
 
 def test_kernels_are_inspected_as_inductor_compiles_them(found):
-    """`kvpass kernels` and the gates tell the compiler what Inductor does."""
+    """`kvpass kernels` and the gates give the compiler what Inductor does."""
     route, graphs = found
     plan = module._plan(route.recipe).default
     keys, values = plan.keys, plan.values
@@ -71,14 +72,14 @@ def test_kernels_are_inspected_as_inductor_compiles_them(found):
             continue
         own_types = {n: t for n, t in kernel.signature.items() if t != "constexpr"}
         same = [
-            told
-            for name, _, told in launched
-            if name == kernel.name and set(told.types) == set(kernel.signature)
+            launch
+            for name, _, launch in launched
+            if name == kernel.name and set(launch.types) == set(kernel.signature)
         ]
         assert any(
-            {n: t for n, t in told.types.items() if t != "constexpr"} == own_types
-            and told.aligned == kernel.aligned
-            for told in same
+            {n: t for n, t in launch.types.items() if t != "constexpr"} == own_types
+            and launch.aligned == kernel.aligned
+            for launch in same
         ), (kernel.name, kernel.signature, kernel.aligned)
 
 
@@ -124,7 +125,7 @@ def test_waits_are_found(monkeypatch):
     prefill, decode = dry_run(Route("skvq-k2v2", torch.bfloat16, "static", 1, 90))
     assert [w.split(":")[0] for w in prefill.waits] == ["_to_copy at kvpass/format/quantize.py"]
     assert [w.split(":")[0] for w in decode.waits] == [
-        "_local_scalar_dense at kvpass/ops/append.py", "kvpass",
+        "_local_scalar_dense at kvpass/format/state.py", "kvpass",
     ]  # fmt: skip
     assert decode.obstacle.startswith("kvpass::append runs in plain PyTorch")
     assert decode.clones == ()
@@ -149,7 +150,7 @@ def test_what_is_missing_is_one_sentence(monkeypatch):
 
 def test_command(tmp_path, monkeypatch, capsys):
     """The table, the file, and the exit code when something is wrong."""
-    wrong = InductorKernel("attention_split", True, {}, {}, (), "AssertionError: fp64", None, {})
+    wrong = InductorKernel("attention_split", True, {}, (), "AssertionError: fp64")
     findings = GraphFindings(
         "decode", (wrong,), {"append by triton": 2}, ("clone of x",), (), (), 9, 8, "it grows"
     )
@@ -175,14 +176,15 @@ def test_command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--target", "sm_70"), "Unknown target 'sm_70'. Did you mean 'sm_90' or 'sm_80'? Allowed: "
-         "sm_80, sm_90."),
-        (("--cache", "statik"), "Unknown cache 'statik'. Did you mean 'static'? Allowed: dynamic, "
-         "static."),
-        (("--batch", "0"), "--batch 0 is not supported; at least 1."),
-        (("--dtype", "int8"), "Unknown dtype 'int8'. Allowed: bfloat16, float16, float32."),
+        (("--target", "sm_70"), "invalid choice: 'sm_70' (choose from 'sm_80', 'sm_90')"),
+        (("--cache", "statik"), "invalid choice: 'statik' (choose from 'dynamic', 'static')"),
+        (("--batch", "0"), "0 is not supported; allowed: a positive number"),
+        (("--dtype", "int8"), "invalid choice: 'int8' (choose from 'float16', 'bfloat16', "
+         "'float32')"),
     ],
 )  # fmt: skip
 def test_refusals(option, message, capsys):
-    assert main(["bench", "gpu", "--dry-run", *option]) == 2
-    assert capsys.readouterr().err.strip().endswith(f"kvpass: {message}")
+    said = failure(capsys, "bench", "gpu", "--dry-run", *option)
+    assert said == (
+        f"kvpass bench gpu: argument {option[0]}: {message}; see kvpass bench gpu --help."
+    )

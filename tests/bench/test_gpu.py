@@ -1,4 +1,4 @@
-"""What `kvpass bench gpu` can show without a GPU: its checks on a CPU, its parts in order."""
+"""`kvpass bench gpu` without a GPU: its checks on a CPU, its parts in order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_wrong_kernel_is_caught(op, monkeypatch):
 
 @no_gpu
 def test_another_provider_is_not_accepted(monkeypatch):
-    monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
+    monkeypatch.setattr(kernel_checks, "_RAGGED", ())
     monkeypatch.setattr(gpu, "_FORMATS", ("fp", "kivi-2bit"))
     found = checks(wanted="triton")
     assert not any(c.passed for c in found)
@@ -114,7 +114,7 @@ def test_a_part_that_fails_does_not_stop_the_others(monkeypatch, tmp_path, capsy
 
 
 def test_the_model_part(monkeypatch):
-    """On a CPU, with a static cache; with a growing one another cache is told from rounding."""
+    """On a CPU, with a static cache; with a growing one another cache differs from rounding."""
     monkeypatch.setattr(model_checks, "STEPS", (300, 1))
     row = check_model(FIRST[1], CPU, "eager")
     assert row["right"]
@@ -190,7 +190,7 @@ def test_what_fails_of_ours_leaves_the_peers_numbers(monkeypatch):
     assert rows[-1]["times_ms"]
     assert "not run: KernelError" in text
     with pytest.raises(KernelError):
-        bench_attention([Case(1, 4, 2, 64, 130, torch.float32, CPU)], ["fp"], 1, progress=False)
+        bench_attention([Case(1, 4, 2, 64, 130, torch.float32, CPU)], ["fp"], 1)
 
 
 def test_a_static_cache_is_packed_before_it_is_timed():
@@ -199,7 +199,7 @@ def test_a_static_cache_is_packed_before_it_is_timed():
     setting = Setting(shape.config(), 200, 1, torch.float32, CPU, inner="eager")
     model = random_model(setting.config, setting.dtype, CPU)
     contender = packed_static_contender(setting, model, "kivi-2bit", 210)
-    (result,) = measure([contender], 2, CPU, warm_up=1, progress=False)
+    (result,) = measure([contender], 2, CPU, warm_up=1)
     assert result.times_ms
     assert not result.wrong
     assert result.error > 0
@@ -225,7 +225,7 @@ def test_kernels_are_compiled_ahead_once_for_each_signature(monkeypatch):
 
 @no_gpu
 def test_the_kernels_part(monkeypatch):
-    monkeypatch.setattr(kernel_checks, "_check_ragged", lambda *args: iter(()))
+    monkeypatch.setattr(kernel_checks, "_RAGGED", ())
     monkeypatch.setattr(gpu, "_FORMATS", ("fp", "kivi-2bit"))
     text, rows, right = gpu._kernels(CPU, torch.float16, 64)
     assert not right
@@ -270,7 +270,7 @@ def test_a_graph_is_timed_per_call(monkeypatch):
         return run
 
     contender = Contender("a", [call(0), call(1)], float, 0.5)
-    options = {"warm_up": 0, "progress": False}
+    options = {"warm_up": 0}
     (result,) = measure([contender], 3, torch.device("cuda"), graphs=True, **options)
     assert calls == [0, 1] * 9  # checked once, captured sixteen times
     assert graph.replays == 4

@@ -25,7 +25,7 @@ def contender(name, log, value=0.0, calls=1, **options):
 def test_contenders_take_turns_on_rotating_buffers():
     log = []
     pair = [contender("a", log, calls=2), contender("b", log)]
-    a, b = measure(pair, 3, CPU, warm_up=0, progress=False)
+    a, b = measure(pair, 3, CPU, warm_up=0)
     assert log[:3] == [("a", 0), ("a", 1), ("b", 0)]
     turns = [("a", 0), ("b", 0), ("a", 1), ("b", 0), ("a", 0), ("b", 0)]
     assert log[3:] == turns
@@ -36,7 +36,7 @@ def test_contenders_take_turns_on_rotating_buffers():
 @pytest.mark.parametrize("value", [0.6, float("nan"), float("inf")])
 def test_a_wrong_result_is_not_timed(value):
     log = []
-    (result,) = measure([contender("a", log, value)], 3, CPU, progress=False)
+    (result,) = measure([contender("a", log, value)], 3, CPU)
     assert result.wrong
     assert result.times_ms == ()
     assert log == [("a", 0)]
@@ -45,7 +45,7 @@ def test_a_wrong_result_is_not_timed(value):
 
 def test_every_buffer_is_checked():
     good, bad = (contender("a", [], value).calls[0] for value in (0.0, 1.0))
-    (result,) = measure([Contender("a", [good, bad], float, 0.5)], 1, CPU, progress=False)
+    (result,) = measure([Contender("a", [good, bad], float, 0.5)], 1, CPU)
     assert result.wrong
     assert result.error == 1.0
 
@@ -55,12 +55,12 @@ def test_a_peer_that_cannot_run_says_why():
         raise RuntimeError("no kernel for this\nmore")
 
     peer = Contender("peer", [fails], float, 0.5)
-    results = measure([peer, contender("a", [])], 1, CPU, progress=False)
+    results = measure([peer, contender("a", [])], 1, CPU)
     assert timing_cells(results[0]) == ["peer", "not run: RuntimeError: no kernel for this"]
     assert results[1].times_ms
     peer.required = True
     with pytest.raises(RuntimeError, match="no kernel"):
-        measure([peer], 1, CPU, progress=False)
+        measure([peer], 1, CPU)
 
 
 def test_table():

@@ -107,7 +107,11 @@ def test_plans_of_other_models_are_refused() -> None:
         ("kivi-2bit", {}, "Recipe 'kivi-2bit' as given needs no calibration"),
         ("skvq-k2v2", {"clip": False, "reorder": False}, "'skvq-k2v2' as given needs no calib"),
         ("skvq-k2v2", {"grup": 3}, "Unknown option of recipe 'skvq-k2v2': 'grup'"),
-        ("skvq-k2v2", {"samples": 0}, "samples=0 is not supported; allowed: a positive"),
+        (
+            "skvq-k2v2",
+            {"samples": 0},
+            "samples=0 is not supported; allowed: a whole number, at least 1",
+        ),
         ("skvq-k2v2", {"length": -1}, "length=-1 is not supported"),
         ("skvq-k2v2", {"seed": -1}, "seed=-1 is not supported; allowed: a whole number"),
         (3, {}, "recipe=3 is not supported; allowed: a Recipe, or one of"),

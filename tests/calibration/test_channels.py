@@ -8,32 +8,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass.calibration import channels
-from kvpass.calibration.channels import Ranges, cluster
-from kvpass.calibration.samples import Rotation
+from kvpass.calibration.channels import cluster
+from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import OptionError
+from kvpass.format.codec import Codec
 from kvpass.format.groups import Groups
+from kvpass.format.rope import Rope
 from kvpass.rules.permutation.rotary import keeps_halves, keeps_neighbours
 from tests.strategies import SEEDS, randn
 
-HALVES, NEIGHBOURS = (Rotation(0, 16, "halves"),), (Rotation(0, 16, "neighbours"),)
+HALVES, NEIGHBOURS = (Rope("halves", 0, 16),), (Rope("neighbours", 0, 16),)
 
 
 def test_ranges_leave_out_the_first_tokens():
-    ranges = Ranges(skip=2)
-    x, y = randn(2, 3, 5, 4, seed=1), randn(1, 3, 4, 4, seed=2)
+    ranges = Thresholds(0, 11, skip=2)
+    x, y = randn(2, 3, 5, 4, seed=1), randn(1, 3, 7, 4, seed=2)
     for tensor in (x, y):
         tensor[:, :, :2] = 100
         ranges.add(tensor)
     ranges.add(torch.full((1, 3, 2, 4), 200.0))
-    seen = torch.cat([t[:, :, 2:].transpose(1, 2).flatten(0, 1) for t in (x, y)])
-    assert torch.equal(ranges.features(), torch.stack([seen.amin(0), seen.amax(0)], dim=2))
+    tokens = torch.cat([t[:, :, 2:].transpose(1, 2).flatten(0, 1) for t in (x, y)])
+    low, high = ranges.bounds()
+    assert torch.equal(low, tokens.amin(0))
+    assert torch.equal(high, tokens.amax(0))
 
 
 def test_ranges_of_nothing_are_refused():
-    ranges = Ranges(skip=5)
-    ranges.add(randn(1, 1, 5, 4))
     with pytest.raises(OptionError, match="No text is longer than 5 tokens"):
-        ranges.features()
+        Thresholds(0, 0, skip=5)
+
+
+def codec(group: int) -> Codec:
+    return Codec(2, "token", group)
 
 
 @pytest.mark.parametrize("rotations", [(), HALVES, NEIGHBOURS], ids=["free", "halves", "pairs"])
@@ -51,11 +57,11 @@ def test_channels_of_like_ranges_share_a_group(rotations, balanced):
             wide = kind.repeat(2) if rotations else torch.randperm(16, generator=generator) % 2
         head[:, 1] = 1 + 9.0 * wide + 0.1 * torch.rand(16, generator=generator)
         head[:, 0] = -head[:, 1]
-    found = cluster(features, 8, rotations, 0, balanced)
+    order, found = cluster(features, codec(8), rotations, 0, balanced)
     assert found.half_split == (rotations == HALVES)
     assert found.sizes == (None if balanced else (8,) * 6)
     members = Groups("token", 8, found.half_split, found.sizes).members(3, 16)
-    stored = features[:, :, 1].gather(1, found.order.tensor())
+    stored = features[:, :, 1].gather(1, order.tensor())
     for head in range(3):
         # The narrow ones come first.
         assert stored[head][members[head] == 0].max() < 2
@@ -70,15 +76,14 @@ def test_channels_of_like_ranges_share_a_group(rotations, balanced):
     kind=st.sampled_from(["halves", "neighbours"]),
     balanced=st.booleans(),
 )
-def test_orders_keep_what_is_turned_together(seed, group, rotated, kind, balanced):
-    rotated = (Rotation(0, rotated, kind),) if rotated else ()
+def test_orders_keep_what_is_rotated_together(seed, group, rotated, kind, balanced):
+    rotations = (Rope(kind, 0, rotated),) if rotated else ()
     if not balanced and 0 < rotated < 16:
         with pytest.raises(OptionError, match="Groups of unequal size are not supported where"):
-            cluster(randn(2, 16, 2, seed=seed), group, rotated, 0, balanced)
+            cluster(randn(2, 16, 2, seed=seed), codec(group), rotations, 0, balanced)
         return
-    found = cluster(randn(2, 16, 2, seed=seed), group, rotated, 0, balanced)
-    order = found.order.tensor()
-    inside = order[:, :rotated]
+    order, found = cluster(randn(2, 16, 2, seed=seed), codec(group), rotations, 0, balanced)
+    inside = order.tensor()[:, :rotated]
     assert (inside < rotated).all()
     assert rotated == 0 or (keeps_halves if kind == "halves" else keeps_neighbours)(inside)
     groups = Groups("token", group, found.half_split, found.sizes)
@@ -86,16 +91,17 @@ def test_orders_keep_what_is_turned_together(seed, group, rotated, kind, balance
 
 
 def test_one_group_has_no_order():
-    assert cluster(randn(1, 16, 2), 16, (), 0, balanced=True) is None
-    assert cluster(randn(2, 16, 2), 32, (), 0, balanced=True) is None
+    for heads, group in ((1, 16), (2, 32)):
+        found = cluster(randn(heads, 16, 2), codec(group), (), 0, balanced=True)
+        assert found == (None, codec(group))
 
 
 def test_equal_channels_are_cut_anywhere():
-    found = cluster(torch.ones(2, 16, 2), 4, (), 0, balanced=False)
+    _, found = cluster(torch.ones(2, 16, 2), codec(4), (), 0, balanced=False)
     assert found.sizes == (4,) * 8
 
 
 def test_without_scikit_learn_there_is_one_sentence(monkeypatch):
     monkeypatch.setattr(channels, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match="needs scikit-learn, which is not installed: pip"):
-        cluster(randn(1, 16, 2), 4, (), 0, balanced=True)
+        cluster(randn(1, 16, 2), codec(4), (), 0, balanced=True)

@@ -18,7 +18,7 @@ TOKENS, DIM, WINDOW, SINKS = 40, 16, 8, 3
 PLAN = parse_plan(f"int2.token8.fp8/sinks={SINKS},window={WINDOW},pack_every=1")
 
 
-def look(seed: int = 0, **variant) -> AttentionSample:
+def random_sample(seed: int = 0, **variant) -> AttentionSample:
     q, keys, values = (
         randn(2, heads, TOKENS, DIM, seed=seed + i) for i, heads in enumerate((4, 2, 2))
     )
@@ -32,25 +32,25 @@ def look(seed: int = 0, **variant) -> AttentionSample:
 
 
 def attention(
-    seen: AttentionSample, position: int, keys: torch.Tensor, values: torch.Tensor
+    sample: AttentionSample, position: int, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """The output of one query, ``[B, Hq, D]``; keys and values ``[B, H, T, D]``."""
     k, v = (x[:, :, : position + 1].repeat_interleave(2, dim=1) for x in (keys, values))
-    scores = (k @ seen.q[:, :, position, :, None])[..., 0] * seen.scale
-    if seen.softcap:
-        scores = torch.tanh(scores / seen.softcap) * seen.softcap
-    if seen.sinks is not None:
-        scores = torch.cat([scores, seen.sinks.view(1, -1, 1).expand(2, -1, 1)], dim=2)
+    scores = (k @ sample.q[:, :, position, :, None])[..., 0] * sample.scale
+    if sample.softcap:
+        scores = torch.tanh(scores / sample.softcap) * sample.softcap
+    if sample.sinks is not None:
+        scores = torch.cat([scores, sample.sinks.view(1, -1, 1).expand(2, -1, 1)], dim=2)
     weights = scores.softmax(-1)[..., : position + 1]
     return (weights.unsqueeze(2) @ v)[:, :, 0]
 
 
 def expected(
-    seen: AttentionSample, plan: LayerPlan, positions: list[int], kind: str
+    sample: AttentionSample, plan: LayerPlan, positions: list[int], kind: str
 ) -> torch.Tensor:
     """Squared errors ``[factors, H, groups]``."""
     tensor, order = getattr(plan, kind), getattr(plan, f"{kind[:-1]}_order")
-    exact = getattr(seen, kind)
+    exact = getattr(sample, kind)
     errors = torch.zeros(len(ALPHAS), 2, 2)
     for i, alpha in enumerate(ALPHAS):
         stored = exact if order is None else order.store(exact)
@@ -62,9 +62,11 @@ def expected(
             for position in positions:
                 attended = exact.clone()
                 attended[:, :, SINKS : position - WINDOW] = mixed[:, :, SINKS : position - WINDOW]
-                keys, values = (attended, seen.values) if kind == "keys" else (seen.keys, attended)
-                change = attention(seen, position, keys, values) - attention(
-                    seen, position, seen.keys, seen.values
+                keys, values = (
+                    (attended, sample.values) if kind == "keys" else (sample.keys, attended)
+                )
+                change = attention(sample, position, keys, values) - attention(
+                    sample, position, sample.keys, sample.values
                 )
                 errors[i, :, group] += change.square().sum((0, 2)).view(2, 2).sum(1)
     return errors
@@ -78,14 +80,14 @@ def expected(
 def test_errors_are_those_of_the_attentions_output(variant):
     order = ChannelOrder.of(randn(2, DIM, seed=7).argsort(dim=1))
     paired = replace(PLAN, codec=replace(PLAN.codec, half_split=True))
-    plan, seen = LayerPlan(paired, PLAN, order, order), look(**variant)
+    plan, sample = LayerPlan(paired, PLAN, order, order), random_sample(**variant)
     search = ClipSearch(plan, seed=0)
-    search.add(seen)
+    search.add(sample)
     generator = torch.Generator().manual_seed(0)
     first = WINDOW + SINKS + 1
     positions = torch.randint(first, TOKENS, (32,), generator=generator).unique().tolist()
     for kind in ("keys", "values"):
-        wanted = expected(seen, plan, positions, kind)
+        wanted = expected(sample, plan, positions, kind)
         torch.testing.assert_close(search._errors[kind], wanted, rtol=1e-3, atol=1e-4)
         best = tuple(ALPHAS[i] for i in wanted.argmin(0).flatten())
         assert search.clip(kind) == best
@@ -95,20 +97,20 @@ def test_errors_are_those_of_the_attentions_output(variant):
 def test_several_heads_in_a_group_have_one_factor():
     plan = parse_plan("int2.token32/window=0,pack_every=1")
     search = ClipSearch(LayerPlan(plan, plan), seed=0)
-    search.add(look())
+    search.add(random_sample())
     assert [len(search.clip(kind)) for kind in ("keys", "values")] == [1, 1]
 
 
 def test_texts_within_the_exact_tokens_say_nothing():
     plan = parse_plan("int2.token8/window=39,pack_every=1")
     search = ClipSearch(LayerPlan(plan, plan), seed=0)
-    search.add(look())
+    search.add(random_sample())
     assert search.clip("keys") == search.clip("values") == 1.0
 
 
 def test_keys_per_channel_are_not_clipped():
     plan = LayerPlan(parse_plan("int2.channel8/window=0,pack_every=8"), PLAN)
     search = ClipSearch(plan, seed=0)
-    search.add(look())
+    search.add(random_sample())
     assert search.clip("keys") == 1.0
     assert isinstance(search.clip("values"), tuple)

@@ -36,23 +36,23 @@ def test_thresholds_are_percentiles(fraction: float, batches: list[int]) -> None
     for x in texts:
         found.add(x)
     every = np.concatenate([x[:, :, skip:].permute(1, 3, 0, 2).flatten(2) for x in texts], axis=2)
-    for got, place in zip(found.ends(), (fraction / 2, 1 - fraction / 2), strict=True):
+    for got, place in zip(found.bounds(), (fraction / 2, 1 - fraction / 2), strict=True):
         wanted = np.quantile(every, place, axis=2)
         np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_levels_are_weighted_k_means(bits: int) -> None:
+def test_codebooks_are_weighted_k_means(bits: int) -> None:
     """Section 3.3, eq. 3: of all values, weighted by their squared gradients."""
     generator = np.random.default_rng(0)
     x = np.tanh(generator.normal(size=4000) * 0.7)
     weights = generator.exponential(size=4000)
     apart = generator.random(4000) < 0.02
-    levels = CodebookSamples()
+    samples = CodebookSamples()
     for part in np.array_split(np.arange(4000), 3):
         arguments = (torch.from_numpy(a[part]) for a in (x, weights, ~apart))
-        levels.add(*arguments)
-    table = levels.table(bits, seed=0)
+        samples.add(*arguments)
+    codebook = samples.codebook(bits, seed=0)
     means = KMeans(2**bits, n_init=10, random_state=0)
     means.fit(x[~apart].reshape(-1, 1), sample_weight=weights[~apart])
 
@@ -60,33 +60,33 @@ def test_levels_are_weighted_k_means(bits: int) -> None:
         distance = np.abs(x[~apart][:, None] - np.asarray(centres)).min(1)
         return float((weights[~apart] * distance**2).sum())
 
-    assert list(table) == sorted(table)
-    assert loss(table) <= 1.02 * loss(means.cluster_centers_.flatten())
-    nearest = np.abs(x[~apart][:, None] - np.asarray(table)).argmin(1)
-    rounded = np.asarray(table)[nearest]
-    factor, offset = levels.qnorm(table)
+    assert list(codebook) == sorted(codebook)
+    assert loss(codebook) <= 1.02 * loss(means.cluster_centers_.flatten())
+    nearest = np.abs(x[~apart][:, None] - np.asarray(codebook)).argmin(1)
+    rounded = np.asarray(codebook)[nearest]
+    factor, offset = samples.qnorm(codebook)
     moved = rounded * factor + offset
     assert moved.mean() == pytest.approx(x[~apart].mean(), abs=1e-3)
     assert moved.std() == pytest.approx(x[~apart].std(), rel=1e-3)
 
 
-def test_levels_of_few_values_are_even() -> None:
-    levels = CodebookSamples()
-    levels.add(torch.zeros(5), torch.ones(5), torch.ones(5, dtype=torch.bool))
-    assert levels.table(2, 0) == pytest.approx((-1, -1 / 3, 1 / 3, 1))
-    assert levels.qnorm(levels.table(2, 0)) == (1, 0), "all of them have one level"
+def test_codebooks_of_few_values_are_even() -> None:
+    samples = CodebookSamples()
+    samples.add(torch.zeros(5), torch.ones(5), torch.ones(5, dtype=torch.bool))
+    assert samples.codebook(2, 0) == pytest.approx((-1, -1 / 3, 1 / 3, 1))
+    assert samples.qnorm(samples.codebook(2, 0)) == (1, 0), "all of them have one value"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_gradients_are_those_of_autograd(family: str) -> None:
     """Of keys in front of their rotary embedding, and of values, in every layer."""
     model = tiny_model(family)
-    seen: dict[tuple[str, str], GradientSample] = {}
+    samples: dict[tuple[str, str], GradientSample] = {}
     torch._dynamo.reset()
-    watched = ModelRunner(model, IDS[:1], progress=False)
-    watched.gradients(lambda s: seen.update({(s.layer, s.kind): s}), "test")
+    runner = ModelRunner(model, IDS[:1], progress=False)
+    runner.gradients(lambda s: samples.update({(s.layer, s.kind): s}), "test")
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    assert len(seen) == 6
+    assert len(samples) == 6
     projected: dict[tuple[str, str], torch.Tensor] = {}
 
     def keep(layer: str, kind: str, out: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ def test_gradients_are_those_of_autograd(family: str) -> None:
             both = [out, out.grad]
             if kind == "all":
                 both = [x.unflatten(-1, (3, -1))[..., 1 + (name == "values"), :] for x in both]
-            got = seen[layer, name]
+            got = samples[layer, name]
             for wanted, x in zip(both, (got.x, got.gradient), strict=True):
                 flat = x.transpose(1, 2).flatten(2)
                 torch.testing.assert_close(flat, wanted, rtol=1e-4, atol=1e-5)
@@ -216,7 +216,7 @@ def test_without_calibration_it_is_one_sentence() -> None:
         recipe("kvquant-nuq2-1%").plan(tiny_model("llama", layers=1).config)
 
 
-def test_models_that_turn_keys_in_another_way_are_refused() -> None:
+def test_models_that_rotate_keys_in_another_way_are_refused() -> None:
     with pytest.raises(PlanError, match=r"before their rotary embedding: .* follows"):
         plan_for(tiny_model("hunyuan_v1_dense", layers=1), "kvquant-nuq3")
 
@@ -230,13 +230,13 @@ def test_sensitivity_is_the_error_weighted_by_gradients() -> None:
     wanted = dict.fromkeys(found, 0.0)
     torch._dynamo.reset()
 
-    def add(seen: GradientSample) -> None:
-        layer = plan.layer(seen.layer)
-        if seen.kind == "values":
-            error = seen.x - fake_quantize(layer.values.codec, seen.x)
+    def add(sample: GradientSample) -> None:
+        layer = plan.layer(sample.layer)
+        if sample.kind == "values":
+            error = sample.x - fake_quantize(layer.values.codec, sample.x)
             # The first token stays exact.
             error[:, :, :1] = 0
-            wanted[seen.layer] += float((error * seen.gradient).square().sum()) / 240
+            wanted[sample.layer] += float((error * sample.gradient).square().sum()) / 240
 
     ModelRunner(model, IDS, progress=False).gradients(add, "test")
     assert [s.values for s in found.values()] == pytest.approx(list(wanted.values()), rel=1e-4)

@@ -126,15 +126,15 @@ def test_a_context_is_found_in_the_input():
 
 
 def test_a_text_without_input_is_encoded_as_a_prompt_begins():
-    class AttentionSample(Scores):
+    class Recording(Scores):
         def rank(self, chunks, query):
             self.chunks = chunks
             return [0.0] * len(chunks)
 
-    seen = AttentionSample()
-    chunk_bits(text(1, 2, 3, 4), "w1", encoder=seen, tokenizer=tokenizer(bos=True), chunk=2)
+    recording = Recording()
+    chunk_bits(text(1, 2, 3, 4), "w1", encoder=recording, tokenizer=tokenizer(bos=True), chunk=2)
     # The special token is one of the two, and is not shown.
-    assert seen.chunks == ["w1", "w2 w3"]
+    assert recording.chunks == ["w1", "w2 w3"]
 
 
 TOKENS = st.integers(0, 30)

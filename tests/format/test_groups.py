@@ -106,7 +106,7 @@ def test_pairs_are_two_runs_half_a_head_apart():
     [
         ({"sizes": (8, 8, 8, 8)}, "4 sizes of groups do not fill 2 heads of 32 channels"),
         ({"sizes": (8, 24, 30, 3)}, "sizes of groups do not fill 2 heads"),
-        ({"half_split": True, "sizes": (8, 24, 31, 1)}, "a group of pairs has an odd number"),
+        ({"half_split": True, "sizes": (8, 24, 31, 1)}, "a group in two halves has an odd number"),
         ({"clip": (0.9, 0.8, 0.7)}, "3 factors of clipping do not fit the 4 groups of 2 heads"),
         ({"group": 24}, "group 24 does not divide head_dim 32"),
         ({"group": 48}, "group 48 does not divide head_dim 32"),

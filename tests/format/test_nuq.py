@@ -18,9 +18,9 @@ from kvpass.format.quantize import (
     decode,
     encode,
     fake_quantize,
-    offline_params,
     split_outliers,
-    split_params,
+    split_qparams,
+    static_qparams,
 )
 from tests.strategies import SEEDS, randn
 
@@ -115,7 +115,7 @@ def places_of(outliers: torch.Tensor) -> set[tuple[int, int, int]]:
 def test_keys_are_those_of_the_paper(name: str, seed: int) -> None:
     codec, x = KEYS[name], randn(2, H, 7, D, seed=seed)
     low, high = randn(H, D, seed=seed + 1) * 0.2 - 1, randn(H, D, seed=seed + 2) * 0.2 + 1
-    params = offline_params(codec, low, high)
+    params = static_qparams(codec, low, high)
     words, kept, *extra = encode(codec, x, params.unsqueeze(0))
     assert torch.equal(kept, params.unsqueeze(0))
     got = decode(codec, words, kept, torch.float32, *extra)
@@ -142,7 +142,7 @@ def test_a_table_of_even_levels_is_uniform_quantization() -> None:
     x = randn(1, H, 30, D, seed=3)
     even = Codec(3, "token", H * D, codebook=tuple(np.linspace(-1, 1, 8).tolist()))
     uniform = replace(even, codebook=None)
-    step = split_params(encode(uniform, x)[1])[0].max().item()
+    step = split_qparams(encode(uniform, x)[1])[0].max().item()
     assert (fake_quantize(even, x) - fake_quantize(uniform, x)).abs().max().item() < 0.51 * step
     assert (fake_quantize(even, x) - x).abs().max().item() < 0.51 * step
 
@@ -150,7 +150,7 @@ def test_a_table_of_even_levels_is_uniform_quantization() -> None:
 def test_an_outlier_that_is_no_number_shows() -> None:
     codec, x = KEYS["nuq3-1%"], randn(1, H, 3, D, seed=0)
     x[0, 1, 2, 5] = torch.nan
-    params = offline_params(codec, torch.full((H, D), -1.0), torch.full((H, D), 1.0))
+    params = static_qparams(codec, torch.full((H, D), -1.0), torch.full((H, D), 1.0))
     assert fake_quantize(codec, x, params).isnan().nonzero().tolist() == [[0, 1, 2, 5]]
 
 

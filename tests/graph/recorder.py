@@ -90,7 +90,7 @@ def stored_once(x: Tensor, packed: PackedKV, count: int) -> Tensor:
 
 
 class Recorder:
-    """CalibrationRunner it as ``backend``."""
+    """Compiles as ``backend``, see the module's docstring."""
 
     def __init__(self, planner: Planner | None = None) -> None:
         self.planner = planner or recipe("fp")
@@ -102,7 +102,7 @@ class Recorder:
         inputs = list(after.graph.find_nodes(op="placeholder"))
         outputs = list(after.graph.output_node().args[0])
         updates = [
-            (inputs.index(u.past) if u.packed else None, outputs.index(u.returned))
+            (None if u.past is None else inputs.index(u.past), outputs.index(u.returned))
             for cat, u in context.sites.updates.items()
         ]
         events = apply_rules(context)

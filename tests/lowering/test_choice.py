@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
 from kvpass.graph.analysis.sites import Sites
+from kvpass.ops.cos_sin import rotated
 from kvpass.ops.pack import pack_fake
-from kvpass.ops.rotary import rotated
 from kvpass.recipes import recipe
 from kvpass.rules import BOUND_RULES, Context, apply_rules
 from lowering import Choice, compiler_problem, lower, served_by
@@ -55,8 +55,8 @@ def decode_graph(mode, device="cuda", *, groups=4, dim=64, new_tokens=1, plans=(
     return graph
 
 
-def turning_graph(plan, dtype=torch.float32):
-    """An append that turns keys, on a CPU."""
+def rotating_graph(plan, dtype=torch.float32):
+    """An append that rotates keys, on a CPU."""
     graph = torch.fx.Graph()
     x = torch.randn(1, 2, 30, 16)
     examples = [*torch.ops.kvpass.pack(x, plan), x[:, :, :1], torch.randn(1, 1, 16, dtype=dtype)]
@@ -82,8 +82,8 @@ def turning_graph(plan, dtype=torch.float32):
         ),
     ],
 )
-def test_what_no_kernel_turns_is_turned_before(plan, dtype, provider, reason):
-    graph, examples = turning_graph(plan, dtype)
+def test_what_no_kernel_rotates_is_rotated_before(plan, dtype, provider, reason):
+    graph, examples = rotating_graph(plan, dtype)
     wanted = [t.clone() for t in examples]
     *state, new, rows = wanted
     torch.ops.kvpass.append(state, new, plan, rows, "halves0-16")
@@ -109,8 +109,8 @@ def test_what_no_kernel_turns_is_turned_before(plan, dtype, provider, reason):
         ("int1.5.token64.ternary_in_2bit.fp8.clip0.9/sinks=5,window=0,pack_every=1", None, None),
         (
             "int1.5.token64/window=0,pack_every=1",
-            "base 3 of int1.5.token64 is not supported; the kernels take its three levels in slots",
-            "base 3 of int1.5.token64 is not supported; the kernels take its three levels in slots",
+            "base 3 of int1.5.token64 is not supported; the kernels take three values in 2 bits",
+            "base 3 of int1.5.token64 is not supported; the kernels take three values in 2 bits",
         ),
         (
             "int3.token64.pack11/window=0,pack_every=1",

@@ -12,8 +12,7 @@ from kvpass.format.quantize import decode
 from kvpass.format.retention import MAX_STEP, RetentionPolicy
 from kvpass.format.state import empty_state
 from kvpass.format.tensor_plan import TensorPlan
-from kvpass.ops.append import read_window, row_ends
-from kvpass.ops.pack import write_window
+from kvpass.ops.ring import read_ring, write_ring
 from kvpass.tensor.packed import PackedKV
 from tests.strategies import DTYPES, SEEDS, poisoned, randn, rounded, steps, tensor_plans
 
@@ -50,7 +49,7 @@ def packed_end(plan: TensorPlan, lengths) -> int:
 
 def packed_slots(handle: PackedKV) -> int:
     """Slots of the packed segment that are written."""
-    ends = row_ends(handle.segment_ends)
+    ends = handle.row_ends
     return ends[0] if handle.plan.codec.identity else max(0, ends[-2] - handle.plan.sinks)
 
 
@@ -103,7 +102,7 @@ def test_pack_is_empty_and_append(case):
             for each in (packed, state):
                 ops.append.default(each, x[:, :, total:], text)
     assert state[-1].tolist() == packed[-1].tolist()
-    count = row_ends(state[-1])[-1]
+    count = int(state[-1][0, -1])
     assert_close(
         ops.unpack.default(state, count, text, dtype),
         ops.unpack.default(packed, count, text, dtype),
@@ -134,8 +133,8 @@ def test_append_touches_only_its_own_slots(case):
 def test_window_is_a_ring(ring, start, data):
     n = data.draw(st.integers(0, ring))
     window, x = torch.full((1, 2, ring, 4), torch.nan), randn(1, 2, n, 4)
-    write_window(window, start, x)
-    assert torch.equal(read_window(window, start, start + n), x)
+    write_ring(window, start, x)
+    assert torch.equal(read_ring(window, start, start + n), x)
     assert int(window.isnan().all(-1).sum()) == 2 * (ring - n)
     for token in range(n):
         assert torch.equal(window[:, :, (start + token) % ring], x[:, :, token])

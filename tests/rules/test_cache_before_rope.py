@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from kvpass import PackedKV, explain, oracle_cache, recipe
 from kvpass.errors import CacheStateError, PlanError
 from kvpass.format.rope import Rope
-from kvpass.oracle import inverse_rows
+from kvpass.oracle import inverse_cos_sin
 from kvpass.tensor import dispatch
 from tests.harness import batch_text, compiled, graphs_compiled, run_steps
 from tests.models import prompt, tiny_model
@@ -234,9 +234,9 @@ def test_turn_is_what_models_do(found: tuple[Rope, int], seed: int) -> None:
     wanted[..., rope.start : rope.stop] = part * spread.cos().unsqueeze(
         1
     ) + rotated * spread.sin().unsqueeze(1)
-    got = rope.turn(x, rows)
+    got = rope.rotate(x, rows)
     assert_close(got, wanted, rtol=0, atol=1e-5)
-    assert_close(rope.turn(got, inverse_rows(rows)), x, rtol=0, atol=1e-5)
+    assert_close(rope.rotate(got, inverse_cos_sin(rows)), x, rtol=0, atol=1e-5)
     assert Rope.parse(str(rope)) == rope
 
 
@@ -265,21 +265,21 @@ def losses(recipe_fields: dict[str, Any]) -> tuple[float, list[str]]:
     plain, _ = run_steps(model, ids, steps)
     torch._dynamo.reset()
     twin = compiled(model, recipe("kivi-4bit", residual=32, **recipe_fields))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         got, _ = run_steps(twin, ids, steps)
     # The model's own best guess stands for the text: it is random.
     guessed = plain[0].argmax(-1)
     each = [cross_entropy(logits[0, 100:], guessed[100:]).item() for logits in (got, plain)]
-    return each[0] / each[1], [str(w.message) for w in told if "bias" in str(w.message)]
+    return each[0] / each[1], [str(w.message) for w in messages if "bias" in str(w.message)]
 
 
 def test_large_biases_of_keys_need_keys_before_rope() -> None:
     """Behind RoPE a bias rotates through the range of every group; before it, it is a minimum.
     Measured: 6.5% and 0.3% more loss."""
-    ratio, told = losses({})
+    ratio, messages = losses({})
     assert ratio > 1.04
-    assert "the bias of its keys is up to" in told[0]
-    ratio, told = losses({"before_rope": True})
+    assert "the bias of its keys is up to" in messages[0]
+    ratio, messages = losses({"before_rope": True})
     assert ratio < 1.01
-    assert told == []
+    assert messages == []

@@ -31,7 +31,7 @@ def tables(tokens: int, channels: int, kind: str) -> tuple[Tensor, Tensor]:
     return angles.cos().unsqueeze(0).unsqueeze(0), angles.sin().unsqueeze(0).unsqueeze(0)
 
 
-def turn(x: Tensor, kind: str) -> Tensor:
+def rotate(x: Tensor, kind: str) -> Tensor:
     if kind == "halves":
         half = x.shape[-1] // 2
         return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
@@ -42,7 +42,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, kind: str = "halves") -> Tensor:
     """As models write it, of the channels that there are cosines of."""
     channels = cos.shape[-1]
     part = x[..., :channels]
-    rotated = part * cos + turn(part, kind) * sin
+    rotated = part * cos + rotate(part, kind) * sin
     return torch.cat((rotated, x[..., channels:]), dim=-1) if channels < x.shape[-1] else rotated
 
 
@@ -59,7 +59,7 @@ CASES = st.sampled_from([(16, 16), (64, 24), (80, 80)]).flatmap(
 
 # append(past, rope(x, cos, sin)) = append(past, x, rows(cos, sin), rope), bit for bit.
 @given(CASES, st.integers(1, 20), st.integers(1, 2), DTYPES)
-def test_appending_turns(case: Any, n: int, batch: int, table_dtype: torch.dtype) -> None:
+def test_appending_rotates(case: Any, n: int, batch: int, table_dtype: torch.dtype) -> None:
     (dim, channels), plan, kind, seed, dtype = case
     past, x = (randn(2, 2, t, dim, seed=seed + i).to(dtype) for i, t in enumerate((30, n)))
     cos, sin = (
@@ -153,7 +153,7 @@ def test_it_refuses(change: Any, reason: str) -> None:
 @pytest.mark.parametrize(("family", "padded"), [("llama", True), ("phi", False), ("glm4", True)])
 def test_models_equal_the_oracle(family: str, padded: bool) -> None:
     """Of one layer, so that no code is another: sequences at positions of their own, and models
-    that turn a part of the channels, or neighbours. The C++ kernels turn."""
+    that rotate a part of the channels, or neighbours. The C++ kernels rotate."""
     model, steps = tiny_model(family, layers=1), [30, 1, 1, 5, 1, 1]
     ids, mask, visible = batch_text(sum(steps), padded)
     plan = KIVI.plan(model.config)
@@ -161,11 +161,11 @@ def test_models_equal_the_oracle(family: str, padded: bool) -> None:
     twin = compiled(model, KIVI)
     got, _ = run_steps(twin, ids, steps, mask)
     assert (got - wanted)[visible].abs().max().item() <= LOGITS_CODES_FP32
-    decode = [g for g in explain(twin).graphs if any(c.op == "keep_rows" for c in g.choices)]
+    decode = [g for g in explain(twin).graphs if any(c.op == "copy_cos_sin" for c in g.choices)]
     assert decode
     for graph in decode:
         assert [e.fired for e in graph.events if e.rule == RULE] == [True]
         served = {c.op: c.provider for c in graph.choices}
-        assert served == {"keep_rows": "aten", "append": "cpp", "attention": "cpp"}
+        assert served == {"copy_cos_sin": "aten", "append": "cpp", "attention": "cpp"}
         # The query's alone is left.
         assert sum("neg" in node.name for node in graph.bound.graph.nodes) == 1

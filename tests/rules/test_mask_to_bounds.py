@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 import kvpass
-from kvpass.graph.pattern import op_name
+from kvpass.graph.spellings import op_name
 from kvpass.inspect.explain import describe
 from kvpass.ops import logical
 from kvpass.recipes import recipe

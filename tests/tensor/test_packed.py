@@ -17,7 +17,6 @@ from torch.testing import assert_close
 from kvpass.errors import StaleHandleError
 from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
-from kvpass.ops.append import row_ends
 from kvpass.oracle import OracleLayer
 from kvpass.plan import LayerPlan
 from kvpass.recipes import recipe
@@ -90,7 +89,7 @@ def test_native_op_equals_the_plain_one(op, plan):
         result = op(source)
     if plan == KEYS and op in (NATIVE["cat"], NATIVE["cat of three"]):
         # 37 tokens: 32 packed, 5 exact; nothing is due before 48.
-        assert row_ends(source.segment_ends) == [32, 37]
+        assert source.row_ends == [32, 37]
     if plan == VALUES and op is NATIVE["cat of three"]:
         # After three more tokens, the next step packs those beyond a window of eight.
         plain = rounded(plain, parse_plan(plan), 32)
@@ -275,15 +274,15 @@ MOVES = {
 def test_crop_through_a_group_keeps_its_rounded_tokens():
     x = packed(KEYS)
     cut = x[:, :, :21]
-    assert row_ends(x.segment_ends) == [32, 37]
-    assert row_ends(cut.segment_ends) == [16, 21]
+    assert x.row_ends == [32, 37]
+    assert cut.row_ends == [16, 21]
     assert torch.equal(cut.window.roll(0)[:, :, 16:21], x.decode()[:, :, 16:21])
 
 
 def test_rows_of_other_boundaries_decode_to_join():
     x = packed(VALUES, tokens=40)
     lagging = torch.cat([packed(VALUES, tokens=37), randn(2, 2, 3, 16)], 2)
-    assert row_ends(x.segment_ends) != row_ends(lagging.segment_ends)
+    assert x.row_ends != lagging.row_ends
     with pytest.warns(UserWarning, match="cat.default decoded a packed cache tensor"):
         joined = torch.cat([x, lagging])
     assert type(joined) is torch.Tensor
@@ -326,7 +325,7 @@ def test_room_is_made_before_it_is_needed(plan):
         x.reserve(n)
         torch.ops.kvpass.append.default(x.state, randn(2, 2, n, 16, seed=n), plan)
         x = x.extended(n)
-        assert row_ends(x.segment_ends)[0] <= x.capacity
+        assert x.row_ends[0] <= x.capacity
         assert x.decode().isfinite().all()
 
 

@@ -16,7 +16,6 @@ from kvpass.format.parse import parse_plan
 from kvpass.format.retention import MAX_STEP, RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops import logical
-from kvpass.ops.append import row_ends
 from kvpass.oracle import OracleLayer
 from kvpass.plan import LayerPlan, Plan
 from kvpass.tensor.packed import PackedKV
@@ -77,7 +76,7 @@ def test_what_is_packed_is_what_the_rule_says(plan, lengths):
         start = sum(lengths[:i])
         new = x[:, :, start : start + n]
         handle = logical.append(handle, new, str(plan)) if i == 0 else torch.cat([handle, new], 2)
-        *_, packed, total = row_ends(handle.segment_ends)
+        *_, packed, total = handle.row_ends
         assert (packed, total) == (wanted[i], start + n)
         assert total - packed + MAX_STEP * (plan.retention.pivotal > 0) <= handle.window.shape[2]
         assert torch.equal(handle.decode()[:, :, packed:], x[:, :, packed : start + n])
@@ -106,10 +105,10 @@ def test_the_pivotal_context_collapses_and_a_fraction_does_not():
     for rule in ("pivotal", "fraction"):
         plan = f"int2.channel32/window=0,pack_every=32,{rule}=0.1"
         handle = logical.append(None, torch.zeros(1, 1, 4096, 16), plan)
-        exact[rule] = [4096 - row_ends(handle.segment_ends)[0]]
+        exact[rule] = [4096 - handle.row_ends[0]]
         for _ in range(4):
             handle = torch.cat([handle, torch.zeros(1, 1, 1, 16)], 2)
-            packed, total = row_ends(handle.segment_ends)
+            packed, total = handle.row_ends
             exact[rule].append(total - packed)
         held = handle.window.shape[2]
         assert held == (parse_plan(plan).ring if rule == "pivotal" else 409 + 63)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpass.format.parse import parse_plan
-from kvpass.format.quantize import offline_params, split_outliers
+from kvpass.format.quantize import split_outliers, static_qparams
 from kvpass.format.state import State
 from kvpass.tensor.packed import PackedKV
 from lowering.triton import append, pack, unpack
@@ -107,7 +107,7 @@ def test_pairs_that_do_not_lie_in_the_same_lanes_are_declined():
     plans = (nuq(2, "channel0", rest="/rope=halves0-24"), nuq(2, "token128"))
     keys, values = states_of(plans, 40, torch.float16, 1)
     reason = unsupported_reason(query(2, 4, 1, 64), keys, values, None, 0.125, *plans)
-    assert "0 ... 24 that a rotary embedding turns do not lie in the same lanes of 8" in reason
+    assert "0 ... 24 that a rotary embedding rotates do not lie in the same lanes of 8" in reason
 
 
 @pytest.mark.parametrize("plan", ENCODED, ids=lambda text: text.replace("/", " "))
@@ -118,7 +118,7 @@ def test_encoding_is_the_references(plan):
     steps = [19, 1, 16, 1] if p.retention.window else [9, 1, 5, 1]
     x = keys_like(1, 2, sum(steps), 64, torch.float32, 3)
     low, high = x.amin((0, 2)) * 0.8, x.amax((0, 2)) * 0.8
-    ranges = offline_params(p.codec, low, high) if p.codec.static_ranges else None
+    ranges = static_qparams(p.codec, low, high) if p.codec.static_ranges else None
     parts = x.split(steps, dim=2)
     assert pack.unsupported_reason(parts[0], plan, ranges) is None
     got, wanted = pack.pack(parts[0], plan, ranges), ops.pack(parts[0], plan, ranges)
@@ -138,7 +138,7 @@ def test_a_key_that_is_no_number_is_an_outlier():
     plan = PLANS["nuq3-1%"][0]
     x = keys_like(1, 2, 8, 64, torch.float32)
     x[0, 1, 5, 7] = torch.nan
-    ranges = offline_params(parse_plan(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
+    ranges = static_qparams(parse_plan(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
     places, values = split_outliers(pack.pack(x, plan, ranges)[4][0, 4])
     assert values[places == 64 + 7].isnan().all()
     assert (places == 64 + 7).sum() == 1

@@ -15,26 +15,25 @@ import torch
 from torch.fx import Node
 
 from kvpass.graph.analysis.attention_site import AttentionSite
+from kvpass.graph.analysis.effects import disturbance
 from kvpass.graph.analysis.gate import with_gate
-from kvpass.graph.analysis.reads import Read, disturbance, follow
-from kvpass.graph.analysis.scores import Scores, fold_scores, is_row_maximum, number
+from kvpass.graph.analysis.reads import Read, follow
+from kvpass.graph.analysis.scores import Scores, fold_scores, number, row_maximum_of
 from kvpass.graph.pattern import (
     As,
     Call,
     Capture,
     Captures,
     Chain,
+    Either,
     Is,
     Items,
     Link,
     Miss,
     Pattern,
     Step,
-    argument,
-    call,
-    either,
-    op_name,
 )
+from kvpass.graph.spellings import argument, op_name
 
 
 def _splits_heads(index: Any) -> bool:
@@ -50,37 +49,41 @@ def _number(value: Any) -> bool:
     return number(value) is not None
 
 
+def _is_maximum(value: Any) -> bool:
+    return row_maximum_of(value) is not None
+
+
 def repeated(x: Pattern) -> Pattern:
     """``x`` with every KV head repeated for the query heads that share it."""
-    split = call("getitem", input=x, index=Is(_splits_heads, "[:, :, None]"))
-    return call("reshape", input=call("expand", input=split))
+    split = Call("getitem", input=x, index=Is(_splits_heads, "[:, :, None]"))
+    return Call("reshape", input=Call("expand", input=split))
 
 
 _BY = Capture("by")
 _NUMBER = Capture("by", _number, "a number")
 _FILL = Capture("fill", _number, "a number")
-_CAST = Link("cast", lambda x: call("to", input=x))
-_VIEW = Link("view", lambda x: call("reshape", input=x))
-_CONTIGUOUS = Link("contiguous", lambda x: call("contiguous", input=x))
+_CAST = Link("cast", lambda x: Call("to", input=x))
+_VIEW = Link("view", lambda x: Call("reshape", input=x))
+_CONTIGUOUS = Link("contiguous", lambda x: Call("contiguous", input=x))
 # From a cache tensor to the matrix that the query or the weights are multiplied with.
 _READ = (
     _CAST,
     _CONTIGUOUS,
-    Link("swap", lambda x: call("transpose", input=x)),
-    Link("swap", lambda x: call("permute", input=x)),
-    Link("swap", lambda x: call("getattr", input=x, name=Is(lambda n: n == "mT", "mT"))),
+    Link("swap", lambda x: Call("transpose", input=x)),
+    Link("swap", lambda x: Call("permute", input=x)),
+    Link("swap", lambda x: Call("getattr", input=x, name=Is(lambda n: n == "mT", "mT"))),
     Link("repeat", repeated),
-    Link("repeat", lambda x: call("repeat_interleave", input=x)),
-    Link("repeat", lambda x: call("expand", input=x)),
+    Link("repeat", lambda x: Call("repeat_interleave", input=x)),
+    Link("repeat", lambda x: Call("expand", input=x)),
     _VIEW,
 )
 _KEYS = Chain("key_steps", Capture("keys"), _READ)
 _VALUES = Chain("value_steps", Capture("values"), _READ)
 _PRODUCT = As(
     "product",
-    either(
-        call("matmul", input=Capture("q"), other=_KEYS),
-        call("baddbmm", batch1=Capture("q"), batch2=_KEYS),
+    Either(
+        Call("matmul", input=Capture("q"), other=_KEYS),
+        Call("baddbmm", batch1=Capture("q"), batch2=_KEYS),
     ),
 )
 _SCORES = Chain(
@@ -90,31 +93,27 @@ _SCORES = Chain(
         _CAST,
         _VIEW,
         _CONTIGUOUS,
-        Link("mul", lambda x: call("mul", input=x, other=_NUMBER), ("by",)),
-        Link("div", lambda x: call("div", input=x, other=_NUMBER), ("by",)),
-        Link("tanh", lambda x: call("tanh", input=x)),
-        Link("add", lambda x: call("add", input=x, other=_BY), ("by",)),
-        Link(
-            "hide",
-            lambda x: call("masked_fill", input=x, mask=_BY, value=_FILL),
-            ("by", "fill"),
-        ),
-        Link("hide", lambda x: call("where", condition=_BY, input=_FILL, other=x), ("by", "fill")),
-        Link("show", lambda x: call("where", condition=_BY, input=x, other=_FILL), ("by", "fill")),
-        Link("floor", lambda x: call("max", input=x, other=_FILL), ("fill",)),
+        Link("mul", lambda x: Call("mul", input=x, other=_NUMBER), ("by",)),
+        Link("div", lambda x: Call("div", input=x, other=_NUMBER), ("by",)),
+        Link("tanh", lambda x: Call("tanh", input=x)),
+        Link("add", lambda x: Call("add", input=x, other=_BY), ("by",)),
+        Link("hide", lambda x: Call("masked_fill", input=x, mask=_BY, value=_FILL), ("by", "fill")),
+        Link("hide", lambda x: Call("where", condition=_BY, input=_FILL, other=x), ("by", "fill")),
+        Link("show", lambda x: Call("where", condition=_BY, input=x, other=_FILL), ("by", "fill")),
+        Link("floor", lambda x: Call("max", input=x, other=_FILL), ("fill",)),
         Link(
             "sinks",
-            lambda x: call(
+            lambda x: Call(
                 "cat",
-                tensors=Items((x, call("expand", input=_BY))),
+                tensors=Items((x, Call("expand", input=_BY))),
                 dim=Is(lambda d: d in (-1, 3), "the last dimension"),
             ),
             ("by",),
         ),
         Link(
             "shift",
-            lambda x: call(
-                "sub", input=x, other=Capture("by", is_row_maximum, "the maximum of each row")
+            lambda x: Call(
+                "sub", input=x, other=Capture("by", _is_maximum, "the maximum of each row")
             ),
             ("by",),
         ),
@@ -122,7 +121,7 @@ _SCORES = Chain(
 )
 _SOFTMAX = As(
     "softmax",
-    call("softmax", input=_SCORES, dim=Capture("dim", lambda d: d in (-1, 2, 3), "the last")),
+    Call("softmax", input=_SCORES, dim=Capture("dim", lambda d: d in (-1, 2, 3), "the last")),
 )
 _OFF = Is(lambda training: training is False, "no dropout")
 _NONE = Is(lambda p: p == 0, "no dropout")
@@ -133,22 +132,14 @@ _WEIGHTS = Chain(
         _CAST,
         _VIEW,
         _CONTIGUOUS,
-        Link("dropout", lambda x: call("dropout", input=x, p=_NONE)),
-        Link("dropout", lambda x: call("dropout", input=x, training=_OFF)),
-        Link(
-            "drop_sinks",
-            lambda x: call("getitem", input=x, index=Is(_drops_last, "[..., :-1]")),
-        ),
+        Link("dropout", lambda x: Call("dropout", input=x, p=_NONE)),
+        Link("dropout", lambda x: Call("dropout", input=x, training=_OFF)),
+        Link("drop_sinks", lambda x: Call("getitem", input=x, index=Is(_drops_last, "[..., :-1]"))),
     ),
 )
-_MATMUL = call("matmul", input=_WEIGHTS, other=_VALUES)
-_SDPA = call("sdpa", query=Capture("q"), key=_KEYS, value=_VALUES, dropout_p=_NONE)
+_MATMUL = Call("matmul", input=_WEIGHTS, other=_VALUES)
+_SDPA = Call("sdpa", query=Capture("q"), key=_KEYS, value=_VALUES, dropout_p=_NONE)
 FORMS: dict[str, Call] = {"sdpa": _SDPA, "matmul": _MATMUL}
-
-
-def form_of(node: Node) -> str | None:
-    """The form that ``node`` may be the output of, by a glance."""
-    return "sdpa" if op_name(node) == "sdpa" else "matmul" if _ends_softmax(node) else None
 
 
 def _ends_softmax(node: Node) -> bool:
@@ -165,14 +156,17 @@ def _ends_softmax(node: Node) -> bool:
 
 
 def find_attention(
-    form: str, node: Node, path: str, is_source: Callable[[Node], bool] = lambda node: False
-) -> AttentionSite | Miss:
+    node: Node, path: str, is_source: Callable[[Node], bool]
+) -> AttentionSite | Miss | None:
     """The attention whose output ``node`` is. It may have a ``miss``; a `Miss` in its place means
-    that not even the roles of keys and values are known.
+    that not even the roles of keys and values are known; None that nothing looks like attention.
 
     ``is_source``: nodes that are keys or values although views lead to them: what is written into
     a cache and read beside it.
     """
+    form = "sdpa" if op_name(node) == "sdpa" else "matmul"
+    if form == "matmul" and not _ends_softmax(node):
+        return None
     found: Captures = {}
     if miss := FORMS[form].match(node, found):
         return miss

@@ -1,8 +1,8 @@
-"""Formulas over the places of a tensor's elements, and proofs of inequalities between them.
+"""Formulas over the positions of a tensor's elements, and proofs of inequalities between them.
 
 The last axis is ``k``, the one before it ``q``, then ``h`` and ``b``: broadcasting aligns axes at
-the right, so elementwise operations combine formulas as they stand. An axis of size 1 is at place
-0. Numbers that are not known when a graph is compiled are symbols.
+the right, so elementwise operations combine formulas as they stand. An axis of size 1 is at
+position 0. Numbers that are not known when a graph is compiled are symbols.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Condition:
 
     @staticmethod
     def of(*terms: Expr) -> Condition:
-        """With terms that are numbers decided."""
+        """The condition, with terms that are numbers decided."""
         plain = [sympy.expand(term) for term in terms]
         if any(t.is_Integer and t < 0 for t in plain):
             return NEVER
         return Condition(tuple(t for t in plain if not t.is_Integer))
 
     def negated(self) -> Condition | None:
-        """None if that is no conjunction."""
+        """The complement; None if it is no conjunction."""
         if len(self.terms) > 1:
             return None
         return Condition.of(-self.terms[0] - 1) if self.terms else NEVER
@@ -56,36 +56,36 @@ COMPARISONS: dict[str, Callable[[Expr], tuple[Expr, ...]]] = {
 }
 
 
-def place(axis: int, shape: Sequence[Expr]) -> Expr:
-    """The place on the ``axis``-th axis from the right."""
+def position(axis: int, shape: Sequence[Expr]) -> Expr:
+    """The position on the ``axis``-th axis from the right."""
     return Integer(0) if shape[len(shape) - 1 - axis] == 1 else AXES[axis]
 
 
 def holds(
-    term: Expr, limits: Limits, places: Mapping[Symbol, tuple[Expr, Expr | None]] | None = None
+    term: Expr, limits: Limits, positions: Mapping[Symbol, tuple[Expr, Expr | None]] | None = None
 ) -> bool:
     """Whether ``term`` is proven to be at least 0.
 
     Args:
         term: linear, otherwise nothing is proven.
         limits: of the symbols for numbers.
-        places: smallest and largest place on each axis; None: unbounded.
+        positions: smallest and largest on each axis; None: unbounded.
     """
     term = plain(term, limits)
-    for axis, (least, most) in (places or {}).items():
+    for axis, (first, last) in (positions or {}).items():
         slope = term.coeff(axis)
-        end = most if slope.is_negative else least
-        if end is None or not slope.is_Integer:
+        worst = last if slope.is_negative else first
+        if worst is None or not slope.is_Integer:
             return False
-        term = plain(term.subs(axis, end), limits)
-    low = Integer(0)
+        term = plain(term.subs(axis, worst), limits)
+    minimum = Integer(0)
     for symbol, slope in term.as_coefficients_dict().items():
-        least, most = (1, 1) if symbol == 1 else limits.get(symbol, (None, None))
-        end = most if slope < 0 else least
-        if end is None:
+        smallest, largest = (1, 1) if symbol == 1 else limits.get(symbol, (None, None))
+        worst = largest if slope < 0 else smallest
+        if worst is None:
             return False
-        low += slope * end
-    return bool(low >= 0)
+        minimum += slope * worst
+    return bool(minimum >= 0)
 
 
 def plain(term: Expr, limits: Limits) -> Expr:

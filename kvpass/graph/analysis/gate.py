@@ -7,17 +7,17 @@ from dataclasses import replace
 from torch.fx import Node
 
 from kvpass.graph.analysis.attention_site import AttentionSite
-from kvpass.graph.pattern import As, Capture, Captures, Chain, Is, Link, call
+from kvpass.graph.pattern import As, Call, Capture, Captures, Chain, Is, Link
 
-_CAST = Link("cast", lambda x: call("to", input=x))
+_CAST = Link("cast", lambda x: Call("to", input=x))
 _LAST = Is(lambda dim: dim == -1, "the last dimension")
-_EXCESS = call(
+_EXCESS = Call(
     "sub",
-    input=call("logsumexp", input=Capture("scores"), dim=_LAST, keepdim=Is(lambda k: not k, "no")),
-    other=call("reshape", input=Capture("parameter")),
+    input=Call("logsumexp", input=Capture("scores"), dim=_LAST, keepdim=Is(lambda k: not k, "no")),
+    other=Call("reshape", input=Capture("parameter")),
 )
-_SIGMOID = call("sigmoid", input=Chain("_", As("excess", _EXCESS), (_CAST,)))
-_GATE = Chain("_", call("unsqueeze", input=_SIGMOID, dim=_LAST), (_CAST,))
+_SIGMOID = Call("sigmoid", input=Chain("_", As("excess", _EXCESS), (_CAST,)))
+_GATE = Chain("_", Call("unsqueeze", input=_SIGMOID, dim=_LAST), (_CAST,))
 
 
 # softmax(s) @ V * sigmoid(logsumexp(s) - sink)  =  softmax([s, sink])[:-1] @ V
@@ -26,7 +26,7 @@ def with_gate(site: AttentionSite, found: Captures) -> AttentionSite:
     gate: Captures = {"attention": site.root}
     users = list(site.root.users)
     root = Is(lambda value: value is site.root, "the attention")
-    if len(users) != 1 or call("mul", input=root, other=_GATE).match(users[0], gate):
+    if len(users) != 1 or Call("mul", input=root, other=_GATE).match(users[0], gate):
         return site
     excess: Node = gate["excess"]
     sinks: Node = excess.all_input_nodes[1]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,47 +14,41 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from kvpass._torch import size_expr, source_name, symbol_bounds
-from kvpass.graph.analysis.formulas import AXES, COMPARISONS, NEVER, Condition, Formula, place
-from kvpass.graph.pattern import op_name
-from kvpass.graph.writes import Writes, memory, node_number, written
+from kvpass.graph.analysis.effects import Writes, memory, node_number, written
+from kvpass.graph.analysis.formulas import AXES, COMPARISONS, NEVER, Condition, Formula, position
+from kvpass.graph.spellings import op_name
 
 _LENGTH = re.compile(r"(.+)\.layers\[\d+\]\.cumulative_length$")
-# Names beside those of `op_name`.
-_SPELLINGS = {
-    "and": ("and_", "logical_and", "bitwise_and", "__and__"),
-    "or": ("or_", "logical_or", "bitwise_or", "__or__"),
-    "not": ("invert", "inv", "logical_not", "bitwise_not", "__invert__"),
+_ARITHMETIC: dict[str, Callable[..., Expr]] = {
+    name: getattr(operator, name) for name in ("add", "mul", "neg", "sub")
+}
+# What `Indices` makes of operations, by their names.
+_ROLES = {
+    "and": ("and_", "logical_and"),
+    "or": ("or_", "logical_or"),
+    "not": ("invert", "logical_not"),
     "view": ("reshape", "unsqueeze", "squeeze"),
     "same": ("contiguous", "clone", "detach", "expand", "broadcast_to", "expand_as"),
-    "to": ("bool", "long", "int"),
-    "le": ("less_equal", "__le__"),
-    "lt": ("less", "__lt__"),
-    "ge": ("greater_equal", "__ge__"),
-    "gt": ("greater", "__gt__"),
-    "eq": ("__eq__",),
-    "ne": ("not_equal", "__ne__"),
-    "mul": ("multiply",),
-    "sub": ("subtract",),
-    "neg": ("negative",),
-    "ones": ("new_ones", "ones_like"),
-    "zeros": ("new_zeros", "zeros_like"),
-    "full": ("new_full", "full_like"),
-    "getitem": ("__getitem__",),
+    "to": ("to", "bool", "long", "int"),
+    "arithmetic": tuple(_ARITHMETIC),
+    "compare": (*COMPARISONS, "ne"),
+    "ones": ("ones", "new_ones", "ones_like"),
+    "zeros": ("zeros", "new_zeros", "zeros_like"),
+    "full": ("full", "new_full", "full_like"),
 }
-_SPELLINGS |= dict.fromkeys(("add", "arange", "masked_fill", "tril", "triu", "where"), ())
-_NAMES = {spelling: n for n, others in _SPELLINGS.items() for spelling in (n, *others)}
+_OWN = ("arange", "getitem", "masked_fill", "tril", "triu", "where")
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names}
+_ROLE_OF |= dict(zip(_OWN, _OWN, strict=True))
 
 
 def operation(node: Any) -> str | None:
-    """The operation of ``node`` by one name for all its spellings.
+    """The role of ``node``'s operation: one name for all that compute alike.
 
     Returns:
         None if it is not known, or writes to one of its arguments.
     """
-    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
-        return None
-    name = _NAMES.get(op_name(node))
-    return None if name is None or written(node) else name
+    role = _ROLE_OF.get(op_name(node)) if isinstance(node, Node) else None
+    return None if role is None or written(node) else role
 
 
 def tensor_type(value: Any) -> torch.dtype | None:
@@ -84,7 +79,7 @@ class Indices:
             reader: what reads it, since numbers may be written to before; None: at once.
 
         Returns:
-            None if that is no linear formula of the places.
+            None if that is no linear formula of the positions.
         """
         if isinstance(value, bool):
             return Condition() if value else NEVER
@@ -147,11 +142,8 @@ class Indices:
         return found
 
     def _computed(self, node: Node) -> Formula | None:
-        name = operation(node)
-        compute = getattr(self, f"_{name}", None)
-        if name == "ne" or name in COMPARISONS:
-            return self._compare(node, name)
-        return compute(node) if compute is not None and name in _SPELLINGS else None
+        compute = getattr(self, f"_{operation(node)}", None)
+        return None if compute is None else compute(node)
 
     def _inputs(self, node: Node, count: int) -> list[Formula | None]:
         """Formulas of all arguments; Nones if there are others than ``count``."""
@@ -159,31 +151,18 @@ class Indices:
             return [None] * count
         return [self.formula(x, node) for x in node.args]
 
-    def _integers(self, node: Node, count: int) -> list[Expr] | None:
-        found = self._inputs(node, count)
-        integers = [x for x in found if isinstance(x, Expr)]
-        return integers if len(integers) == count else None
-
-    def _add(self, node: Node) -> Formula | None:
-        both = self._integers(node, 2) if _integral(node) else None
-        return None if both is None else both[0] + both[1]
-
-    def _sub(self, node: Node) -> Formula | None:
-        both = self._integers(node, 2) if _integral(node) else None
-        return None if both is None else both[0] - both[1]
-
-    def _neg(self, node: Node) -> Formula | None:
-        one = self._integers(node, 1) if _integral(node) else None
-        return None if one is None else -one[0]
-
-    def _mul(self, node: Node) -> Formula | None:
-        both = self._integers(node, 2) if _integral(node) else None
-        if both is None or not any(x.is_Integer for x in both):
+    def _arithmetic(self, node: Node) -> Formula | None:
+        name = op_name(node)
+        count = 1 if name == "neg" else 2
+        numbers = [x for x in self._inputs(node, count) if isinstance(x, Expr)]
+        if len(numbers) < count or not _integral(node):
             return None
-        return both[0] * both[1]
+        if name == "mul" and not any(x.is_Integer for x in numbers):
+            return None
+        return _ARITHMETIC[name](*numbers)
 
-    def _compare(self, node: Node, name: str) -> Formula | None:
-        left, right = self._inputs(node, 2)
+    def _compare(self, node: Node) -> Formula | None:
+        name, (left, right) = op_name(node), self._inputs(node, 2)
         if isinstance(left, Condition) and isinstance(right, Integer):
             # Zeros and ones of a triangle, say.
             truth = {("ne", 0): True, ("eq", 1): True, ("gt", 0): True, ("eq", 0): False}
@@ -212,12 +191,11 @@ class Indices:
         return x.negated() if isinstance(x, Condition) and _boolean(node) else None
 
     def _arange(self, node: Node) -> Formula | None:
-        ends = [self.formula(x, node) for x in node.args]
         known = {"device", "dtype", "pin_memory", "requires_grad", "layout"}
-        if not 1 <= len(ends) <= 2 or not node.kwargs.keys() <= known or not _integral(node):
+        if len(node.args) not in (1, 2) or not node.kwargs.keys() <= known or not _integral(node):
             return None
-        start = ends[0] if len(ends) == 2 else Integer(0)
-        return start + place(0, self.shape(node)) if isinstance(start, Expr) else None
+        start = self.formula(node.args[0], node) if len(node.args) == 2 else Integer(0)
+        return start + position(0, self.shape(node)) if isinstance(start, Expr) else None
 
     def _ones(self, node: Node) -> Formula | None:
         return Condition() if _boolean(node) else Integer(1)
@@ -238,7 +216,7 @@ class Indices:
         if not isinstance(x, Condition) or not isinstance(diagonal, Expr):
             return None
         shape = self.shape(node)
-        inside = sign * (place(1, shape) + diagonal - place(0, shape))
+        inside = sign * (position(1, shape) + diagonal - position(0, shape))
         return NEVER if x == NEVER else Condition.of(*x.terms, inside)
 
     def _triu(self, node: Node) -> Formula | None:
@@ -258,8 +236,8 @@ class Indices:
         source, index = node.args
         if not isinstance(source, Node) or tensor_type(source) is None:
             return None
-        places = self._indexed(source, index, node)
-        return None if places is None else self._moved(source, node, places)
+        positions = self._indexed(source, index, node)
+        return None if positions is None else self._moved(source, node, positions)
 
     def _indexed(self, source: Node, index: Any, node: Node) -> list[Expr] | None:
         """Where an element of ``source[index]`` is found in ``source``, axis by axis."""
@@ -270,25 +248,25 @@ class Indices:
         spare = len(before) - sum(p is not None and p is not Ellipsis for p in parts)
         at = parts.index(Ellipsis)
         parts[at : at + 1] = [slice(None)] * spare
-        places: list[Expr] = []
+        positions: list[Expr] = []
         axis = 0
         for part in parts:
             if part is None:
                 axis += 1
                 continue
-            size = before[len(places)]
+            size = before[len(positions)]
             if isinstance(part, int) and not isinstance(part, bool):
-                places.append(Integer(part) if part >= 0 else size + part)
+                positions.append(Integer(part) if part >= 0 else size + part)
                 continue
             start = self._start(part, size, after[axis], node)
             if start is None:
                 return None
-            places.append(start + place(len(after) - 1 - axis, after))
+            positions.append(start + position(len(after) - 1 - axis, after))
             axis += 1
-        return places
+        return positions
 
     def _start(self, part: Any, size: Expr, left: Expr, node: Node) -> Expr | None:
-        """Where a slice of ``size`` places begins, of which ``left`` are left."""
+        """Where a slice of ``size`` positions begins, of which ``left`` are left."""
         if not isinstance(part, slice) or part.step not in (None, 1):
             return None
         if part.start is None or part.start == 0:
@@ -308,15 +286,15 @@ class Indices:
         if [s for s in before if s != 1] != [after[axis] for axis in wide]:
             return None
         rest = iter(wide)
-        places = [
-            Integer(0) if s == 1 else place(len(after) - 1 - next(rest), after) for s in before
+        positions = [
+            Integer(0) if s == 1 else position(len(after) - 1 - next(rest), after) for s in before
         ]
-        return self._moved(source, node, places)
+        return self._moved(source, node, positions)
 
-    def _moved(self, source: Node, node: Node, places: Sequence[Expr]) -> Formula | None:
-        """The formula of ``source`` at other places."""
+    def _moved(self, source: Node, node: Node, positions: Sequence[Expr]) -> Formula | None:
+        """The formula of ``source`` at other positions."""
         x = self.formula(source, node)
-        moved = dict(zip(AXES, reversed(places), strict=False))
+        moved = dict(zip(AXES, reversed(positions), strict=False))
         if isinstance(x, Condition):
             return Condition.of(*(t.subs(moved, simultaneous=True) for t in x.terms))
         return None if x is None else x.subs(moved, simultaneous=True)

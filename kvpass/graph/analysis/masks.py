@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import sympy
@@ -13,7 +14,8 @@ from torch.fx import Graph, Node
 
 from kvpass.graph.analysis.formulas import AXES, Condition, K, Q, holds, plain
 from kvpass.graph.analysis.indices import Indices, operation, tensor_type
-from kvpass.graph.pattern import Miss, op_name
+from kvpass.graph.pattern import Miss
+from kvpass.graph.spellings import op_name
 
 _PASSING = ("same", "to")
 
@@ -38,11 +40,11 @@ class Reading:
 
     Attributes:
         parts: see `Conjunct`.
-        low: what is added to hidden scores; None for a bool mask.
+        hiding: what is added to hidden scores; None for a bool mask.
     """
 
     parts: tuple[Conjunct, ...]
-    low: float | None = None
+    hiding: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,9 @@ class Masks:
     def __init__(self, graph: Graph) -> None:
         self.indices = Indices(graph)
         self.built: dict[tuple[Node, tuple[tuple[Node, bool], ...]], Node] = {}
-        self._readings: dict[Node, Reading | Miss] = {}
-        self._bounds: dict[tuple[Node, Step], Bounds | Miss] = {}
+        # Layers share masks.
+        self._read = cache(self._parts)
+        self._bounds = cache(self._bounds_at)
 
     def bounds(self, mask: Node, q: Node, positions: Node | None = None) -> Bounds | Miss:
         """``mask`` as bounds and as few tensors as possible.
@@ -95,15 +98,11 @@ class Masks:
             A `Miss` if nothing of the mask is understood. Otherwise attention with the bounds, and
             with the rest as its mask, is attention with ``mask``.
         """
-        step = self.step(mask, q, positions)
-        if isinstance(step, Miss):
-            return step
-        if (mask, step) not in self._bounds:
-            self._bounds[mask, step] = self._bounds_at(mask, step)
-        return self._bounds[mask, step]
+        step = self._step(mask, q, positions)
+        return step if isinstance(step, Miss) else self._bounds(mask, step)
 
     def _bounds_at(self, mask: Node, step: Step) -> Bounds | Miss:
-        reading = self.read(mask)
+        reading = self._read(mask)
         if isinstance(reading, Miss):
             return reading
         causal, windows, rest = False, [], []
@@ -127,7 +126,7 @@ class Masks:
             counted: a number that is to be taken for that of the tokens written before; only one
                 by which every query sees itself.
         """
-        reading = self.read(mask)
+        reading = self._read(mask)
         step = self._static_step(positions)
         if isinstance(reading, Miss) or isinstance(step, Miss):
             return False
@@ -142,25 +141,20 @@ class Masks:
             for term in part.terms or ()
         ):
             return False
-        return reading.low in (None, -torch.inf) or self._shows_itself(reading.parts, step)
+        return reading.hiding in (None, -torch.inf) or self._shows_itself(reading.parts, step)
 
-    def read(self, mask: Node) -> Reading | Miss:
+    def _parts(self, mask: Node) -> Reading | Miss:
         """The parts of ``mask``; a `Miss` if it is written to in place."""
-        if mask not in self._readings:
-            self._readings[mask] = self._read(mask)
-        return self._readings[mask]
-
-    def _read(self, mask: Node) -> Reading | Miss:
-        node, negated, low = mask, False, None
+        node, negated, hiding = mask, False, None
         example = mask.meta["example_value"]
         if example.dtype != torch.bool:
             found = self._additive(mask, example.dtype)
             if isinstance(found, Miss):
                 return found
-            node, negated, low = found
+            node, negated, hiding = found
         parts: list[Conjunct] = []
         miss = self._collect(node, negated, parts)
-        return miss or Reading(tuple(parts), low)
+        return miss or Reading(tuple(parts), hiding)
 
     def _additive(self, mask: Node, dtype: torch.dtype) -> tuple[Node, bool, float] | Miss:
         """Where a mask that is added to the scores is 0: at a bool tensor, or (True) outside."""
@@ -181,13 +175,13 @@ class Masks:
         if not isinstance(by, Node) or tensor_type(by) != torch.bool:
             return Miss(f"{op_name(node)} by no bool tensor", node)
         for inside, outside, negated in (*values, False), (*reversed(values), True):
-            low = self._number(outside)
-            if low is None or self.indices.formula(inside, node) != 0:
+            hiding = self._number(outside)
+            if hiding is None or self.indices.formula(inside, node) != 0:
                 continue
-            low = float(torch.tensor(low, dtype=dtype))
-            if low <= torch.finfo(dtype).min:
-                return by, negated, low
-        return Miss("the additive mask has other values than 0 and the least", node)
+            hiding = float(torch.tensor(hiding, dtype=dtype))
+            if hiding <= torch.finfo(dtype).min:
+                return by, negated, hiding
+        return Miss("the additive mask has other values than 0 and the smallest", node)
 
     def _number(self, value: Any) -> float | None:
         """The number that ``value`` is, or that all elements of its tensor are."""
@@ -222,7 +216,7 @@ class Masks:
         parts.append(Conjunct(node, negated, terms))
         return None
 
-    def step(self, mask: Node, q: Node, positions: Node | None) -> Step | Miss:
+    def _step(self, mask: Node, q: Node, positions: Node | None) -> Step | Miss:
         """Where the queries ``q`` stand among the columns of ``mask``."""
         length, n = self.indices.shape(mask)[-1], self.indices.shape(q)[-2]
         if length == 1:
@@ -246,9 +240,9 @@ class Masks:
     def _bound(self, term: Expr, step: Step) -> Literal["nothing", "causal"] | int | None:
         """What ``term >= 0`` says: a number is a window, None something else."""
         last = step.first + step.n - 1
-        places = {K: (Integer(0), last), Q: (Integer(0), step.n - 1)}
+        every = {K: (Integer(0), last), Q: (Integer(0), step.n - 1)}
         limits = self.indices.limits
-        if holds(term, limits, places):
+        if holds(term, limits, every):
             return "nothing"
         own = step.first + (Integer(0) if step.n == 1 else Q)
         if plain(term - own + K, limits) == 0:
@@ -265,8 +259,8 @@ class Masks:
             shape = self.indices.shape(node)
             if len(shape) > 4 or not shape or shape[-1] != columns:
                 return Miss("a part of the mask has other columns than the mask", node)
-        if bounds.rest and reading.low not in (None, -torch.inf):
-            # A query that sees no token averages over all with the least number, over none with
+        if bounds.rest and reading.hiding not in (None, -torch.inf):
+            # A query that sees no token averages over all with the smallest number, over none with
             # a bound: the bounds may not hide what it averages over.
             return Miss("an additive mask may hide all tokens of a query", bounds.rest[0][0])
         return bounds
@@ -280,8 +274,3 @@ class Masks:
             and all(holds(t.subs(K, own), self.indices.limits, queries) for t in part.terms)
             for part in parts
         )
-
-
-def hides_unwritten(mask: Node, positions: Node) -> bool:
-    """`Masks.hides_unwritten`, for a single question."""
-    return Masks(mask.graph).hides_unwritten(mask, positions)

@@ -1,8 +1,8 @@
-"""How an attention reads its keys and values, and whether that may move to its output."""
+"""How an attention reads its keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,8 @@ import torch
 from torch.fx import Node
 
 from kvpass._torch import same_shape
-from kvpass.graph.pattern import Captures, Miss, Step, argument, mutates, op_name
-
-# What hands on its input, or may.
-VIEWS = {"chunk", "contiguous", "expand", "getattr", "getitem", "permute", "reshape", "split"}
-VIEWS |= {"squeeze", "to", "transpose", "unsqueeze"}
+from kvpass.graph.pattern import Miss, Step
+from kvpass.graph.spellings import VIEWS, argument, op_name
 
 
 @dataclass
@@ -68,9 +65,14 @@ def _swaps_last_two(node: Node, dims: int) -> bool:
     if op_name(node) == "transpose":
         swapped = {argument(node, name) % dims for name in ("dim0", "dim1")}
         return swapped == {dims - 2, dims - 1}
+    return permuted_dims(node) == [*range(dims - 2), dims - 1, dims - 2]
+
+
+def permuted_dims(node: Node) -> list[int]:
+    """The dimensions of ``permute``, however they were passed, counted from 0."""
     given: Any = node.args[1:] or (node.kwargs.get("dims"),)
     order = given[0] if isinstance(given[0], list | tuple) else given
-    return [d % dims for d in order] == [*range(dims - 2), dims - 1, dims - 2]
+    return [dim % len(order) for dim in order]
 
 
 def _repeats_heads(node: Node, old: Sequence[Any], new: Sequence[Any]) -> bool:
@@ -83,45 +85,6 @@ def _repeats_heads(node: Node, old: Sequence[Any], new: Sequence[Any]) -> bool:
     if op_name(node) == "expand":
         return old[1] in (1, new[1])
     return bool(new[1] % old[1] == 0)
-
-
-def disturbance(found: Captures, root: Node) -> Miss | None:
-    """A change in place, between one of the reads of the attention and its end, of what it
-    reads."""
-    for source, reader in _pairs(found, root):
-        if _changes(reader, source) and len(source.users) > 1:
-            return Miss(f"{source.name} is changed in place and read elsewhere", reader)
-        for change in changes(source):
-            if change is not reader and reader < change < root:
-                return Miss(f"{source.name} is changed in place", change)
-    return None
-
-
-def changes(node: Node) -> list[Node]:
-    """What changes ``node`` in place, itself or a view of it."""
-    views = [node, *(user for user in node.users if _is_view(user, node))]
-    return [user for view in views for user in view.users if _changes(user, view)]
-
-
-def _is_view(user: Node, node: Node) -> bool:
-    """Whether ``user`` may share the storage of ``node``: a cast to another dtype does not."""
-    dtypes = [getattr(n.meta.get("example_value"), "dtype", None) for n in (user, node)]
-    return op_name(user) in VIEWS and (None in dtypes or dtypes[0] == dtypes[1])
-
-
-def _changes(user: Node, node: Node) -> bool:
-    """Whether ``user`` changes ``node``, not what else it reads."""
-    changed = (*user.args[:1], user.kwargs.get("input"), user.kwargs.get("out"))
-    return mutates(user) and any(x is node for x in changed)
-
-
-def _pairs(found: Captures, root: Node) -> Iterator[tuple[Node, Node]]:
-    """Every node that the attention reads, with its reader."""
-    steps = [step.node for name in found if name.endswith("_steps") for step in found[name]]
-    inner = [found[name] for name in ("product", "softmax") if name in found]
-    for reader in [*steps, *inner, root]:
-        for source in reader.all_input_nodes:
-            yield source, reader
 
 
 def last_reader(node: Node) -> Node:

@@ -15,7 +15,8 @@ import torch
 from torch.fx import Node
 
 from kvpass._torch import same_size
-from kvpass.graph.pattern import Captures, Miss, Step, argument, op_name
+from kvpass.graph.pattern import Captures, Miss, Step
+from kvpass.graph.spellings import argument, op_name
 
 # A number this low does not change when a score is added to it, in float32 and in bfloat16.
 ABSORBING = -1e30
@@ -87,23 +88,16 @@ class Scores:
     # (s + mask) + x = s + (mask + x)
     def add(self, by: Node, at: Node) -> str | None:
         """A mask or bias, added at ``at``; bool for SDPA's."""
-        reason, joined = self._broadcast(by, at)
-        if reason is None:
-            self.mask.append(MaskStep("add", by, joined=joined))
-        return reason
+        return self._broadcast("add", by, at)
 
     # where(hidden, low, s + mask) = s + where(hidden, low, mask), since low absorbs s
     def hide(self, step: Step, kind: Literal["hide", "show"]) -> str | None:
         """Some scores become a low number."""
-        by, fill = step.found["by"], number(step.found["fill"])
+        fill = number(step.found["fill"])
         assert fill is not None
         if not fill <= ABSORBING:
             return f"hidden scores become {fill:g}, which is not low enough to absorb a score"
-        reason, joined = self._broadcast(by, step.node)
-        if reason is None:
-            dtype = step.node.meta["example_value"].dtype
-            self.mask.append(MaskStep(kind, by, fill, joined, dtype))
-        return reason
+        return self._broadcast(kind, step.found["by"], step.node, fill)
 
     # max(s + mask, low) = s + max(mask, low), since low absorbs s; max(s, low) = s
     def floor(self, step: Step) -> str | None:
@@ -133,18 +127,21 @@ class Scores:
             return "the view does more than join or split batch and heads"
         return None
 
-    def _broadcast(self, by: Node, at: Node) -> tuple[str | None, bool]:
-        """Why ``by`` is no mask for the scores at ``at``, and whether it joins batch and heads."""
-        shape = by.meta["example_value"].shape
-        joined = at.meta["example_value"].dim() == 3 and len(shape) == 3 and shape[0] != 1
+    def _broadcast(
+        self, kind: Literal["add", "hide", "show"], by: Node, at: Node, fill: float = 0.0
+    ) -> str | None:
+        """A step of the mask by a tensor, unless it does not fit the scores at ``at``."""
+        shape, scores = by.meta["example_value"].shape, at.meta["example_value"]
+        joined = scores.dim() == 3 and len(shape) == 3 and shape[0] != 1
         if not 2 <= len(shape) <= 4:
-            return f"the mask has {len(shape)} dimensions", joined
+            return f"the mask has {len(shape)} dimensions"
         if isinstance(shape[-1], int) and shape[-1] == 1:
-            return "the mask has one column for all tokens", joined
+            return "the mask has one column for all tokens"
         per_head = shape[-3] if len(shape) > 2 and not joined else 1
         if per_head not in (1, self.heads):
-            return f"the mask has {per_head} heads, the query {self.heads}", joined
-        return None, joined
+            return f"the mask has {per_head} heads, the query {self.heads}"
+        self.mask.append(MaskStep(kind, by, fill, joined, scores.dtype))
+        return None
 
 
 # softmax(s - c) = softmax(s) for a c per row: a "shift" changes nothing.
@@ -197,23 +194,20 @@ def _baddbmm(scores: Scores, node: Node) -> str | None:
 
 
 def _shift(step: Step) -> str | None:
-    shifted = step.node.args[0]
-    return None if _row_maximum_of(step.found["by"]) is shifted else "another tensor is subtracted"
+    same = row_maximum_of(step.found["by"]) is step.node.args[0]
+    return None if same else "another tensor is subtracted"
 
 
-def is_row_maximum(value: Any) -> bool:
-    """Whether ``value`` is the maximum of each row of some tensor, as a column."""
-    return isinstance(value, Node) and _row_maximum_of(value) is not None
-
-
-def _row_maximum_of(node: Node) -> Any:
+def row_maximum_of(node: Any) -> Any:
+    """``x`` if ``node`` is the maximum of each row of ``x``, as a column; else None."""
     if op_name(node) == "getitem" and node.args[1] == 0:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     elif op_name(node) != "amax":
         return None
-    dims = [*node.args[1:], node.kwargs.get("dim"), node.kwargs.get("keepdim")]
-    whole = op_name(node) in ("max", "amax") and -1 in dims and True in dims
-    return node.args[0] if whole else None
+    if op_name(node) not in ("max", "amax"):
+        return None
+    options = [*node.args[1:], node.kwargs.get("dim"), node.kwargs.get("keepdim")]
+    return node.args[0] if -1 in options and True in options else None
 
 
 def _by(step: Step) -> float:

@@ -9,10 +9,11 @@ from typing import Literal
 from torch.fx import Graph, Node
 
 from kvpass.graph.analysis.attention_site import AttentionSite
-from kvpass.graph.analysis.forms import find_attention, form_of
+from kvpass.graph.analysis.forms import find_attention
 from kvpass.graph.analysis.static import StaticUpdate, static_updates
 from kvpass.graph.analysis.updates import CacheUpdate, cache_update, recorded
-from kvpass.graph.pattern import Miss, furthest, op_name
+from kvpass.graph.pattern import Miss, furthest
+from kvpass.graph.spellings import op_name
 
 # What a cache tensor is read as; unknown if by no known attention, or as both.
 Role = Literal["keys", "values", "unknown"]
@@ -48,8 +49,14 @@ class Sites:
 
     def static(self, buffer: Node) -> StaticUpdate | None:
         """The write into a static cache's buffer, if it is one."""
-        known = (s for s in self.statics.values() if isinstance(s, StaticUpdate))
-        return next((s for s in known if s.buffer is buffer), None)
+        for update in self.statics.values():
+            if isinstance(update, StaticUpdate) and update.buffer is buffer:
+                return update
+        return None
+
+    def attention(self, root: Node) -> AttentionSite | None:
+        """The attention whose output is ``root``."""
+        return next((site for site in self.attentions if site.root is root), None)
 
 
 def find_sites(graph: Graph) -> Sites:
@@ -84,10 +91,7 @@ def _add_role(sites: Sites, cat: Node, role: Role, site: AttentionSite) -> None:
 
 
 def _attention(node: Node, sites: Sites) -> AttentionSite | Miss | None:
-    form = form_of(node)
-    if form is None:
-        return None
-    found = find_attention(form, node, module_path(node), sites.slices.__contains__)
+    found = find_attention(node, module_path(node), sites.slices.__contains__)
     if isinstance(found, AttentionSite):
         found = replace(
             found,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from kvpass._torch import same_size
-from kvpass.graph.analysis.updates import is_cache_tensor, last_tokens, size_of, token_slice
-from kvpass.graph.pattern import Miss, argument, op_name
+from kvpass.graph.analysis.effects import node_number
+from kvpass.graph.analysis.updates import is_cache_tensor, last_tokens, token_slice
+from kvpass.graph.pattern import Miss
+from kvpass.graph.spellings import argument, op_name
 from kvpass.tensor.packed import PackedKV
 
 
@@ -25,9 +26,7 @@ class StaticUpdate:
     Attributes:
         write: the node.
         buffer: a placeholder, or zeros that the graph returns.
-        past: the buffer where it is a packed placeholder; None where the cache is still empty, or
-            plain.
-        plain: whether the buffer is a plain placeholder.
+        past: the buffer where it is a packed placeholder, else None.
         new: the keys or values to write, ``[B, H, n, D]``.
         room: tokens that there is room for.
         positions: ``[n]``, the slots that are written; None for a window.
@@ -37,6 +36,7 @@ class StaticUpdate:
         slices: reads of the first ``n`` tokens of a buffer of zeros: the new ones.
         reads: what attention reads in place of the buffer.
         dead: what is computed for the write alone.
+        plain: whether the buffer is a plain placeholder.
     """
 
     write: Node
@@ -52,99 +52,86 @@ class StaticUpdate:
     dead: tuple[Node, ...] = ()
     plain: bool = False
 
+    @property
+    def born(self) -> bool:
+        """Whether the graph makes the buffer."""
+        return self.past is None and not self.plain
+
 
 def static_updates(graph: Graph) -> dict[Node, StaticUpdate | Miss]:
-    """By node that writes."""
-    writers = {"index_copy_": _static_update, "copy_": _window_update}
-    found = {n: writers[op_name(n)](n) for n in graph.nodes if op_name(n) in writers}
-    return {node: update for node, update in found.items() if update is not None}
-
-
-Kind = Literal["packed", "plain", "born"]
-
-
-def _kind(write: Node) -> Miss | Kind | None:
-    """Whether the buffer that is written is packed, plain, or made by the graph; None if it is no
-    cache's at all."""
-    buffer = write.args[0]
-    assert isinstance(buffer, Node)
-    example = buffer.meta["example_value"]
-    born = op_name(buffer) == "zeros"
-    if example.dim() != 4 or not (born or is_cache_tensor(buffer)):
-        return None
-    # Where Dynamo has made the buffer's length a symbol, this fixes it for the graph.
-    if int(example.shape[2]) < 2:
-        return Miss("the static buffer has room for a single token", buffer)
-    if write.users:
-        return Miss("the result of the write is read", write)
-    return "born" if born else "packed" if isinstance(example, PackedKV) else "plain"
-
-
-def _static_update(write: Node) -> StaticUpdate | Miss | None:
-    if len(write.args) != 4 or write.kwargs or write.args[1] not in (2, -2):
-        return None
-    kind = _kind(write)
-    if not isinstance(kind, str):
-        return kind
-    buffer, _, positions, new = write.args
-    assert isinstance(buffer, Node)
-    assert isinstance(new, Node)
-    assert isinstance(positions, Node)
-    room, count = int(buffer.meta["example_value"].shape[2]), new.meta["example_value"].shape[2]
-    counter = _counter(positions, count)
-    if counter is None:
-        return Miss("the positions that are written are not known to follow the last ones", write)
-    slices = tuple(u for u in buffer.users if kind == "born" and _is_first(u, count))
-    past, plain = buffer if kind == "packed" else None, kind == "plain"
-    return StaticUpdate(
-        write, buffer, past, new, room, positions, counter, None, slices, slices, plain=plain
-    )
-
-
-def _window_update(write: Node) -> StaticUpdate | Miss | None:
-    """A write of a whole buffer: what a window of its length shows after new tokens."""
-    if len(write.args) != 2 or write.kwargs or not isinstance(write.args[0], Node):
-        return None
-    kind = _kind(write)
-    if not isinstance(kind, str):
-        return kind
-    buffer, content = write.args
-    assert isinstance(buffer, Node)
-    assert isinstance(content, Node)
-    room = int(buffer.meta["example_value"].shape[2])
-    last = last_tokens(content)
-    source = content.args[0] if last is not None else content
-    assert isinstance(source, Node)
-    found: StaticUpdate | Miss = Miss("the static buffer is overwritten in an unknown way", write)
-    if kind == "born" and last == room:
-        # A first prompt as long as the window or longer: attention reads it, not the buffer.
-        found = StaticUpdate(write, buffer, None, source, room, reads=(source,), dead=(content,))
-    elif kind == "packed" and last == room and op_name(source) != "cat":
-        # The same after a reset.
-        found = StaticUpdate(
-            write, buffer, buffer, source, room, filled=0, reads=(source,), dead=(content,)
-        )
-    elif kind != "born" and op_name(content) == "roll":
-        found = _rolled(write, buffer, content, room)
-    elif kind != "born" and last == room and op_name(source) == "cat":
-        found = _joined(write, buffer, content, source, room)
-    if kind == "plain" and isinstance(found, StaticUpdate):
-        return replace(found, past=None, plain=True)
+    """The writes into static caches, by node."""
+    completed = {"index_copy_": _at_positions, "copy_": _window}
+    found: dict[Node, StaticUpdate | Miss] = {}
+    for node in graph.nodes:
+        name = op_name(node)
+        begun = _begun(node) if name in completed else None
+        if begun is not None:
+            found[node] = completed[name](begun) if isinstance(begun, StaticUpdate) else begun
     return found
 
 
-def _rolled(write: Node, buffer: Node, content: Node, room: int) -> StaticUpdate | Miss:
+def _begun(write: Node) -> StaticUpdate | Miss | None:
+    """What the buffer that is written says of the update, whose ``new`` is all that is written;
+    None if it is no cache's buffer."""
+    buffer, *dim, content = write.args[0], *write.args[1:2], write.args[-1]
+    if op_name(write) == "index_copy_" and (len(write.args) != 4 or dim[0] not in (2, -2)):
+        return None
+    if write.kwargs or not isinstance(buffer, Node) or not isinstance(content, Node):
+        return None
+    example, born = buffer.meta["example_value"], op_name(buffer) == "zeros"
+    if example.dim() != 4 or not (born or is_cache_tensor(buffer)):
+        return None
+    # Where Dynamo has made the buffer's length a symbol, this fixes it for the graph.
+    if (room := int(example.shape[2])) < 2:
+        return Miss("the static buffer has room for a single token", buffer)
+    if write.users:
+        return Miss("the result of the write is read", write)
+    packed = isinstance(example, PackedKV)
+    past, plain = buffer if packed else None, not packed and not born
+    return StaticUpdate(write, buffer, past, content, room, plain=plain)
+
+
+def _at_positions(begun: StaticUpdate) -> StaticUpdate | Miss:
+    positions, count = begun.write.args[2], begun.new.meta["example_value"].shape[2]
+    assert isinstance(positions, Node)
+    counter = _counter(positions, count)
+    if counter is None:
+        reason = "the positions that are written are not known to follow the last ones"
+        return Miss(reason, begun.write)
+    slices = tuple(u for u in begun.buffer.users if begun.born and _is_first(u, count))
+    return replace(begun, positions=positions, counter=counter, slices=slices, reads=slices)
+
+
+def _window(begun: StaticUpdate) -> StaticUpdate | Miss:
+    """A write of a whole buffer: what a window of its length shows after new tokens."""
+    content = begun.new
+    last = last_tokens(content)
+    source = content if last is None else argument(content, "input")
+    if last == begun.room and (begun.born or (begun.past and op_name(source) != "cat")):
+        # A prompt as long as the window or longer, the first one or after a reset: attention reads
+        # it, not the buffer.
+        filled = None if begun.born else 0
+        return replace(begun, new=source, filled=filled, reads=(source,), dead=(content,))
+    if not begun.born and op_name(content) == "roll":
+        return _rolled(begun)
+    if not begun.born and last == begun.room and op_name(source) == "cat":
+        return _joined(begun, source)
+    return Miss("the static buffer is overwritten in an unknown way", begun.write)
+
+
+def _rolled(begun: StaticUpdate) -> StaticUpdate | Miss:
     """``x = buffer.roll(-1, dims=-2); x[:, :, [-1]] = new; buffer.copy_(x)``."""
+    content = begun.new
     dims = content.kwargs.get("dims", content.args[2] if len(content.args) > 2 else None)
     sets = [u for u in content.users if op_name(u) == "setitem"]
-    rolled = content.args[:2] == (buffer, -1) and dims in (-2, 2) and len(content.users) == 2
+    rolled = content.args[:2] == (begun.buffer, -1) and dims in (-2, 2) and len(content.users) == 2
     if not rolled or len(sets) != 1 or not _sets_last(sets[0]):
-        return Miss("the static buffer is rolled in an unknown way", write)
+        return Miss("the static buffer is rolled in an unknown way", begun.write)
     new = sets[0].args[2]
     assert isinstance(new, Node)
     if new.meta["example_value"].shape[2] != 1:
-        return Miss("the static buffer is rolled by one for several tokens", write)
-    return StaticUpdate(write, buffer, buffer, new, room, filled=room, dead=(sets[0], content))
+        return Miss("the static buffer is rolled by one for several tokens", begun.write)
+    return replace(begun, new=new, filled=begun.room, dead=(sets[0], content))
 
 
 def _sets_last(node: Node) -> bool:
@@ -156,28 +143,19 @@ def _sets_last(node: Node) -> bool:
     return last and list(index[:2]) == [slice(None)] * 2
 
 
-def _joined(
-    write: Node, buffer: Node, content: Node, joined: Node, room: int
-) -> StaticUpdate | Miss:
+def _joined(begun: StaticUpdate, joined: Node) -> StaticUpdate | Miss:
     """``buffer.copy_(cat([buffer[:, :, a:b], new])[:, :, -room:])``: all that is written but, in a
     full window, the oldest."""
-    parts = argument(joined, "tensors")
-    dim = argument(joined, "dim")
-    miss = Miss("the static buffer is joined with new tokens in an unknown way", write)
-    if dim not in (2, -2) or len(parts) != 2:
-        return miss
-    old, new = parts
-    tokens = token_slice(old)
-    if tokens is None or old.args[0] is not buffer:
-        return miss
-    # All but the oldest of a full window, or as many as are written.
-    filled = size_of(tokens.stop) if tokens.start is None else None
-    filled = room if (tokens.start, tokens.stop) == (1, None) else filled
+    parts, filled = argument(joined, "tensors"), None
+    if argument(joined, "dim") in (2, -2) and len(parts) == 2:
+        tokens = token_slice(parts[0])
+        if tokens is not None and argument(parts[0], "input") is begun.buffer:
+            # All but the oldest of a full window, or as many as are written.
+            full = (tokens.start, tokens.stop) == (1, None)
+            filled = begun.room if full else None if tokens.start else node_number(tokens.stop)
     if filled is None:
-        return miss
-    return StaticUpdate(
-        write, buffer, buffer, new, room, filled=filled, reads=(joined,), dead=(content,)
-    )
+        return Miss("the static buffer is joined with new tokens in an unknown way", begun.write)
+    return replace(begun, new=parts[1], filled=filled, reads=(joined,), dead=(begun.new,))
 
 
 def _counter(positions: Node, count: int | torch.SymInt) -> Node | None:
@@ -192,7 +170,7 @@ def _counter(positions: Node, count: int | torch.SymInt) -> Node | None:
     if not same_size(steps.meta["example_value"].shape[0], count):
         return None
     while op_name(offset) == "to":
-        offset = offset.args[0]
+        offset = argument(offset, "input")
     example = offset.meta.get("example_value")
     scalar = isinstance(example, Tensor) and example.dim() == 0
     return offset if offset.op == "placeholder" and scalar else None
@@ -201,7 +179,5 @@ def _counter(positions: Node, count: int | torch.SymInt) -> Node | None:
 def _is_first(node: Node, count: int | torch.SymInt) -> bool:
     """Whether ``node`` is ``x[:, :, :count, :]``."""
     tokens = token_slice(node)
-    if tokens is None or tokens.start is not None:
-        return False
-    stop = size_of(tokens.stop)
+    stop = None if tokens is None or tokens.start is not None else node_number(tokens.stop)
     return stop is not None and same_size(stop, count)

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch import constant, source_name
-from kvpass.graph.pattern import Miss, argument, op_name
+from kvpass.graph.analysis.effects import node_number
+from kvpass.graph.pattern import Miss
+from kvpass.graph.spellings import argument, op_name
 from kvpass.tensor.packed import PackedKV
 
 _CACHE_SOURCE = re.compile(r"\.(keys|values)$")
@@ -23,9 +25,8 @@ class CacheUpdate:
 
     Attributes:
         cat: the node.
-        past: the placeholder of the cache tensor; None where the cache is still empty.
-        new: the keys or values to append, ``[B, H, n, D]``. The cat itself if ``past`` is a plain
-        tensor.
+        past: the placeholder of the packed cache tensor; None where the cache is empty, or plain.
+        new: the keys or values to append, ``[B, H, n, D]``; the cat itself after a plain tensor.
         returned: what the graph returns: the cat, or its last tokens.
         window_size: how many tokens a sliding window leaves in the cache; None: all.
     """
@@ -35,11 +36,6 @@ class CacheUpdate:
     new: Node
     returned: Node
     window_size: int | None = None
-
-    @property
-    def packed(self) -> bool:
-        """Whether the past is a packed cache tensor."""
-        return self.past is not None
 
 
 def cache_update(node: Node) -> CacheUpdate | Miss | None:
@@ -52,7 +48,7 @@ def cache_update(node: Node) -> CacheUpdate | Miss | None:
     if not isinstance(count, int):
         return Miss("the cache keeps a part of the updated tensor, not its last tokens", node)
     if len(node.users) > 1:
-        return Miss("the last tokens of the cache are kept, and read as well", node)
+        return Miss("the last tokens of the cache are returned, and read as well", node)
     return replace(update, returned=node, window_size=count)
 
 
@@ -67,11 +63,11 @@ def recorded(update: CacheUpdate) -> tuple[CacheUpdate, list[Node]]:
     if update.window_size is not None or update.new is update.cat or not counts or None in counts:
         return update, []
     new = update.new.meta["example_value"].shape[2]
-    kept = {constant(count - new) for count in counts if count is not None}
-    keep = kept.pop() if len(kept) == 1 else None
-    if keep is None or keep < 1:
+    sizes = {constant(count - new) for count in counts if count is not None}
+    window_size = sizes.pop() if len(sizes) == 1 else None
+    if window_size is None or window_size < 1:
         return update, []
-    return replace(update, window_size=keep), readers
+    return replace(update, window_size=window_size), readers
 
 
 def last_tokens(node: Node) -> int | torch.SymInt | None:
@@ -79,7 +75,7 @@ def last_tokens(node: Node) -> int | torch.SymInt | None:
     tokens = token_slice(node)
     if tokens is None or tokens.stop is not None:
         return None
-    start = size_of(tokens.start)
+    start = node_number(tokens.start)
     return -start if start is not None and start < 0 else None
 
 
@@ -95,12 +91,6 @@ def token_slice(node: Node) -> slice | None:
     return tokens if tokens.step is None and others == [slice(None)] * len(others) else None
 
 
-def size_of(value: Any) -> int | torch.SymInt | None:
-    """The number that ``value`` is, or that the node stands for; None if it is none."""
-    number = value.meta["example_value"] if isinstance(value, Node) else value
-    return number if isinstance(number, int | torch.SymInt) else None
-
-
 def _cat_update(node: Any) -> CacheUpdate | None:
     if op_name(node) != "cat" or argument(node, "dim") not in (-2, 2):
         return None
@@ -112,7 +102,8 @@ def _cat_update(node: Any) -> CacheUpdate | None:
     if is_cache_tensor(past):
         if isinstance(example, PackedKV):
             return CacheUpdate(node, past, new, node)
-        return CacheUpdate(node, None, node, node) if _floating(example) else None
+        plain = isinstance(example, Tensor) and example.is_floating_point() and example.dim() == 4
+        return CacheUpdate(node, None, node, node) if plain else None
     if op_name(past) == "tensor" and isinstance(example, Tensor) and example.shape == (0,):
         return CacheUpdate(node, None, new, node)
     return None
@@ -121,7 +112,3 @@ def _cat_update(node: Any) -> CacheUpdate | None:
 def is_cache_tensor(node: Node) -> bool:
     """Whether ``node`` is a placeholder of a cache's keys or values."""
     return node.op == "placeholder" and bool(_CACHE_SOURCE.search(source_name(node)))
-
-
-def _floating(example: Any) -> bool:
-    return isinstance(example, Tensor) and example.is_floating_point() and example.dim() == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import Size
-from kvpass.cocktail.placement import ChunkFormat
+from kvpass.cocktail.placement import ChunkFormat, place
+from kvpass.cocktail.placement import Placed as Placed
 from kvpass.folding import Fold
-from kvpass.format.order import ChannelOrder
+from kvpass.format.channels import ChannelOrder
 from kvpass.format.tensor_plan import TensorPlan
 
 
@@ -53,17 +55,23 @@ class ChunkStep:
     """The prompt of a call, whose tokens go into segments of different bits.
 
     Attributes:
-        levels: of all cache tensors.
+        chunk_format: of all cache tensors.
         batch, new: sequences, and tokens of each.
         device: where they are.
         pasts: the arguments that are extended; none in a first prompt.
     """
 
-    levels: ChunkFormat
+    chunk_format: ChunkFormat
     batch: Size
     new: Size
     device: torch.device
     pasts: tuple[int, ...]
+
+    def place(self, args: Sequence[Any], warn: Callable[[], bool]) -> Placed:
+        """Where the tokens of a call with ``args`` go, see `kvpass.cocktail.placement.place`."""
+        handles = [args[p] for p in self.pasts]
+        batch, new = self.batch(args), self.new(args)
+        return place(handles, self.chunk_format, batch, new, self.device, warn)
 
 
 Output = PlainOutput | ExtendedOutput | FreshOutput
@@ -74,8 +82,7 @@ class StaticStep:
     """A static cache's tensor is extended in place by ``new`` tokens.
 
     Attributes:
-        argument: which it is; None where the graph makes it.
-        new: tokens.
+        argument: the tensor; None where the graph makes it.
         counter: the argument that says how many tokens are written; None for a window.
         filled: how many tokens a window must hold before, or more where it is full.
     """
@@ -88,14 +95,13 @@ class StaticStep:
 
 @dataclass(frozen=True)
 class PlainBuffer:
-    """A static cache's plain buffer, to be packed by ``plan`` when the graph has run.
+    """A static cache's plain buffer, to be packed by ``plan`` after a call with ``new`` tokens.
 
     Attributes:
-        argument: which it is.
+        argument: the buffer.
         counter: the argument that says how many tokens were written before; None for a window that
             is full after the call.
-        new: tokens of the call.
-        order: in which the channels are to be stored.
+        order: of the stored channels.
     """
 
     argument: int
@@ -119,8 +125,8 @@ class Binding:
             latter.
         buffers: plain buffers to be packed.
         outputs: one per result of Dynamo's graph.
-        chunks: the prompt whose tokens go into segments, if there is one; their slots in these are
-            the first further arguments of the inner graph.
+        chunks: the prompt whose tokens go into segments, if there is one; where they go in these
+            are the first further arguments of the inner graph.
         folds: weights in other orders, further arguments of the inner graph.
         constants: its last arguments.
         examples: fake or real example arguments of the inner graph.

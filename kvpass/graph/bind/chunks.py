@@ -1,4 +1,4 @@
-"""Binds the slots of a prompt's tokens, which every request brings anew."""
+"""Binds where a prompt's tokens go, which every request brings anew."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kvpass._torch import Size, derived_source, fresh_size, same_size, symbol_positions
+from kvpass._torch import Size, fresh_size, same_size, symbol_positions
 from kvpass.cocktail.placement import ChunkFormat
 from kvpass.errors import PlanError
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.graph.bind.binding import ChunkStep
+from kvpass.graph.calls import add_argument
 from kvpass.graph.logical_calls import AppendCall
 from kvpass.ops import logical
 
@@ -36,7 +37,7 @@ class ChunkBinder:
         self._graph = graph
         self._positions = positions
         self._symbols = symbol_positions(graph)
-        self._slots: list[Node] = []
+        self._arguments: list[Node] = []
         self._new: Any = None
         found = graph.find_nodes(op="call_function", target=logical.reorder_chunks)
         plans = [AppendCall.at(node).parsed for node in found]
@@ -44,48 +45,37 @@ class ChunkBinder:
         self._pasts: list[int] = []
         self.examples: tuple[Any, ...] = ()
 
-    def slots(self, node: Node, new: Node) -> list[Node]:
-        """The arguments that hold the slots of the tokens ``new`` of ``node``.
+    def scatter_index(self, call: AppendCall) -> list[Node]:
+        """The arguments that say where the new tokens of ``call`` go.
 
         Raises:
-            PlanError: if another prompt of the graph needs others, or layers have other levels.
+            PlanError: if another prompt of the graph needs others, or layers have other formats.
         """
-        example = new.meta["example_value"]
-        if not self._slots:
-            self._new, levels = example, ChunkFormat.of(self._plans)
-            count = len(levels.chunk_bits)
-            self._slots = [self._argument(i, example, levels.tile) for i in range(count)]
-            self.examples = tuple(n.meta["example_value"] for n in self._slots)
-        known, past = self._new, AppendCall.at(node).past
+        example, past = call.new.meta["example_value"], call.past
+        if not self._arguments:
+            self._new, chunk_format = example, ChunkFormat.of(self._plans)
+            for i in range(len(chunk_format.chunk_bits)):
+                self._arguments.append(self._argument(i, example, chunk_format.tile))
+            self.examples = tuple(n.meta["example_value"] for n in self._arguments)
         if past is not None:
             self._pasts.append(self._positions[past])
-        alike = same_size(example.shape[0], known.shape[0])
-        alike = alike and same_size(example.shape[2], known.shape[2])
-        if not alike or (bool(self._pasts) and past is None) or example.device != known.device:
+        sizes = all(same_size(example.shape[dim], self._new.shape[dim]) for dim in (0, 2))
+        if not sizes or (self._pasts and past is None) or example.device != self._new.device:
             raise PlanError(
-                f"{new.name} is another prompt than that of other caches of the model, or on "
+                f"{call.new.name} is another prompt than that of other caches of the model, or on "
                 "another device: the bits of chunks are those of one. Use another recipe."
             )
-        return self._slots
+        return self._arguments
 
     def _argument(self, segment: int, new: Any, tile: int) -> Node:
-        last = list(self._graph.find_nodes(op="placeholder"))[-1]
-        with self._graph.inserting_after(last):
-            node = self._graph.placeholder(f"kvpass_slots{segment}")
         tiles = fresh_size(self._graph, new, f"kvpass_tiles{segment}", _EXAMPLE + segment)
-        node.meta["example_value"] = new.new_empty((new.shape[0], tiles, tile), dtype=torch.int32)
-        derived_source(self._graph, node)
-        return node
+        example = new.new_empty((new.shape[0], tiles, tile), dtype=torch.int32)
+        return add_argument(self._graph, f"kvpass_scatter_index{segment}", example)
 
     def step(self) -> ChunkStep | None:
         """What the callable around the graph must know."""
-        if not self._slots:
+        if not self._arguments:
             return None
-        shape = self._new.shape
-        return ChunkStep(
-            ChunkFormat.of(self._plans),
-            Size(shape[0], self._symbols),
-            Size(shape[2], self._symbols),
-            self._new.device,
-            tuple(self._pasts),
-        )
+        batch, new = (Size(self._new.shape[dim], self._symbols) for dim in (0, 2))
+        chunk_format, pasts = ChunkFormat.of(self._plans), tuple(self._pasts)
+        return ChunkStep(chunk_format, batch, new, self._new.device, pasts)

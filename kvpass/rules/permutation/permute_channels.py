@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass.format.order import ChannelOrder
+from kvpass.format.channels import ChannelOrder
 from kvpass.graph.analysis.attention_site import AttentionSite
-from kvpass.graph.analysis.reads import VIEWS
 from kvpass.graph.logical_calls import AppendCall, AttentionCall, PackedCall, behind_slides
 from kvpass.graph.orders import constant_node, inverse, permuted
-from kvpass.graph.pattern import Captures, Miss, op_name
+from kvpass.graph.pattern import Captures, Miss
+from kvpass.graph.spellings import VIEWS, op_name
 from kvpass.ops import logical
-from kvpass.rules.base import Context, Rule, origin_of
+from kvpass.rules.base import Context, Rule
 from kvpass.tensor.packed import PackedKV
 
 _READS = VIEWS | {"repeat_interleave"}
@@ -40,17 +40,15 @@ class PermuteChannels(Rule):
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to appends, to reads of what has an order, and to attentions over it."""
-        if (append := AppendCall.of(node)) is not None and append.order is None:
-            order = packed_order(node, context)
-            return None if order is None else {"order": order}
-        if node.target is logical.unpack:
-            order = packed_order(PackedCall.at(node).packed, context)
+        append = AppendCall.of(node)
+        if (append is not None and append.order is None) or node.target is logical.unpack:
+            order = packed_order(node if append is not None else PackedCall.at(node).packed)
             return None if order is None else {"order": order}
         if (call := AttentionCall.of(node)) is not None:
-            orders = [packed_order(n, context) for n in (call.keys, call.values)]
-            found = {"orders": orders, "q": call.q, "reads": [], "ends": (node,)}
+            orders = [packed_order(n) for n in (call.keys, call.values)]
+            found = {"orders": orders, "q": call.q, "reads": [], "product": node}
             return found if any(orders) else None
-        site = next((s for s in context.sites.attentions if s.root is node), None)
+        site = context.sites.attention(node)
         return None if site is None else _dense(site, context)
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
@@ -59,39 +57,33 @@ class PermuteChannels(Rule):
             return _append(node, found["order"], context)
         if node.target is logical.unpack:
             node.target = logical.stored
-            restored = permuted(node, inverse(_index(found["order"])), "stays")
-            if restored is not node:
+            if restored := _restored(node, _index(found["order"]), "stays"):
                 restored.meta["left"] = Miss("what is stored is read in the model's order", node)
-                node.replace_all_uses_with(restored, lambda user: user is not restored)
             return "put back into the model's order"
         keys, values = found["orders"]
         if keys is not None:
-            late = found["q"] in context.changed
-            _permute_query(found["q"], keys, found["ends"][0], late)
+            _permute_query(found["q"], keys, found["product"], context)
         for (source, readers), order in zip(found["reads"], (keys, values), strict=False):
             if order is not None:
                 moved = permuted(source, _index(order))
                 source.replace_all_uses_with(moved, lambda user, known=readers: user in known)
         if values is not None:
             heads = int(node.meta["example_value"].shape[1])
-            restored = permuted(node, inverse(_index(values, heads)), "down")
-            if restored is not node:
-                node.replace_all_uses_with(restored, lambda user: user is not restored)
+            _restored(node, _index(values, heads), "down")
         return "attention in the orders of the cache"
 
 
-def packed_order(packed: Node | None, context: Context) -> ChannelOrder | None:
+def packed_order(packed: Node | None) -> ChannelOrder | None:
     """The order of the channels of a packed tensor, None if they are in the model's own."""
-    if packed is None:
-        return None
-    if packed.op == "placeholder":
+    order: ChannelOrder | None = None
+    if packed is not None and packed.op == "placeholder":
         example = packed.meta.get("example_value")
-        return example.order if isinstance(example, PackedKV) else None
-    packed = behind_slides(packed)
-    if (past := AppendCall.at(packed).past) is not None:
-        return packed_order(past, context)
-    origin = origin_of(packed)
-    return None if origin is None else context.orders.get(origin)
+        order = example.order if isinstance(example, PackedKV) else None
+    elif packed is not None:
+        packed = behind_slides(packed)
+        past = AppendCall.at(packed).past
+        order = packed.meta.get("order") if past is None else packed_order(past)
+    return order
 
 
 def _index(order: ChannelOrder, heads: int | None = None) -> Tensor:
@@ -100,28 +92,35 @@ def _index(order: ChannelOrder, heads: int | None = None) -> Tensor:
     return order.tensor().repeat_interleave(repeats, dim=0)[None, :, None]
 
 
+def _restored(node: Node, index: Tensor, kind: str) -> Node | None:
+    """What readers of ``node`` read from now on: its channels without the order ``index``."""
+    restored = permuted(node, inverse(index), kind)
+    if restored is node:
+        return None
+    node.replace_all_uses_with(restored, lambda user: user is not restored)
+    return restored
+
+
+# What is changed in place later on is permuted where it is read.
 def _append(node: Node, order: ChannelOrder, context: Context) -> str:
     call = AppendCall.at(node)
-    # What is changed in place later on is permuted when it is read.
-    late = node if call.new in context.changed else None
-    moved = permuted(call.new, _index(order), before=late)
+    moved = permuted(call.new, _index(order), before=node if call.new in context.changed else None)
     device = call.new.meta["example_value"].device
     constant = constant_node(context.graph, order.tensor(), device)
     replace(call, new=moved, order=constant).write(node)
     return f"{order.heads} heads of {order.dim} channels are stored in an order"
 
 
-def _permute_query(q: Node, order: ChannelOrder, reader: Node, late: bool) -> None:
+def _permute_query(q: Node, order: ChannelOrder, reader: Node, context: Context) -> None:
     heads = int(q.meta["example_value"].shape[1])
-    # What is changed in place later on is permuted when it is read.
-    moved = permuted(q, _index(order, heads), before=reader if late else None)
-    q.replace_all_uses_with(moved, lambda user: user is reader or _leads_to(user, {reader}))
+    before = reader if q in context.changed else None
+    moved = permuted(q, _index(order, heads), before=before)
+    q.replace_all_uses_with(moved, lambda user: _leads_to(user, {reader}))
 
 
 def _dense(site: AttentionSite, context: Context) -> Captures | Miss | None:
     """An attention over plain keys or values that are stored in an order."""
-    cats = (site.keys, site.values)
-    orders = [packed_order(context.packed.get(cat), context) for cat in cats]
+    orders = [packed_order(context.packed.get(cat)) for cat in (site.keys, site.values)]
     if site.root._erased or not any(orders):
         return None
     if site.miss is not None:
@@ -134,13 +133,15 @@ def _dense(site: AttentionSite, context: Context) -> Captures | Miss | None:
     for node in (site.q, *sources, site.root):
         if node in context.changed:
             return Miss("it is changed in place", node)
+    # Other attentions may read the same keys or values.
+    others = {p for s in context.sites.attentions if s is not site for p in s.products}
     reads = []
     for source, end in zip((site.q, *sources), (site.products[0], *site.products), strict=True):
-        readers = _readers(source, _ends(site, context, end))
+        readers = _readers(source, {end, *others})
         if isinstance(readers, Miss):
             return readers
         reads.append((source, [user for user in readers if _leads_to(user, {end})]))
-    return {"orders": orders, "q": site.q, "reads": reads[1:], "ends": site.products}
+    return {"orders": orders, "q": site.q, "reads": reads[1:], "product": site.products[0]}
 
 
 def _sources(site: AttentionSite, context: Context) -> list[Node] | Miss:
@@ -167,11 +168,6 @@ def _behind_views(node: Node, known: set[Node]) -> Node | None:
     return node
 
 
-def _ends(site: AttentionSite, context: Context, end: Node) -> set[Node]:
-    """``end``, and where other attentions read the same keys or values."""
-    return {end, *(p for s in context.sites.attentions if s is not site for p in s.products)}
-
-
 def _readers(source: Node, ends: set[Node]) -> list[Node] | Miss:
     """What reads ``source`` for one of ``ends``; a `Miss` if anything else reads it."""
     found = []
@@ -184,15 +180,12 @@ def _readers(source: Node, ends: set[Node]) -> list[Node] | Miss:
     return found
 
 
-def _leads_to(node: Node, ends: Iterable[Node]) -> bool:
+def _leads_to(node: Node, ends: Collection[Node]) -> bool:
     """Whether ``node`` is one of ``ends``, or all that reads it leads there through views."""
     if node in ends:
         return True
-    return (
-        op_name(node) in _READS
-        and bool(node.users)
-        and all(_is_size(user) or _leads_to(user, ends) for user in node.users)
-    )
+    readers = [user for user in node.users if not _is_size(user)]
+    return op_name(node) in _READS and bool(node.users) and all(_leads_to(n, ends) for n in readers)
 
 
 def _is_size(node: Node) -> bool:

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 
 from torch import Tensor
 from torch.fx import Node
 
+from kvpass.graph.logical_calls import PermuteCall
 from kvpass.graph.orders import index_of, is_identity, is_permutation
-from kvpass.graph.pattern import Captures, Miss, op_name
+from kvpass.graph.pattern import Captures, Miss
+from kvpass.graph.spellings import op_name
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.permutation.arithmetic import Elementwise, Scaled
-from kvpass.rules.permutation.base import Moved, PushDown, PushUp, shape_of
-from kvpass.rules.permutation.rotary import Rotary
-from kvpass.rules.permutation.views import Cat, Compose, Reshape, Slice, Transpose, unmoved
-from kvpass.rules.permutation.weights import Linear
+from kvpass.rules.permutation import arithmetic, views
+from kvpass.rules.permutation.base import PushDown, PushUp, shape_of
+from kvpass.rules.permutation.rotary import rotary_up
+from kvpass.rules.permutation.weights import linear_down, linear_up
 
-UP: tuple[PushUp, ...] = (
-    Compose(),
-    Elementwise(),
-    Transpose(),
-    Reshape(),
-    Slice(),
-    Cat(),
-    Rotary(),
-    Scaled(),
-    Linear(),
-)
-DOWN: tuple[PushDown, ...] = (Elementwise(), Transpose(), Reshape(), Linear())
+UP: list[PushUp] = [views.compose_up, arithmetic.elementwise_up, views.transpose_up]
+UP += [views.reshape_up, views.slice_up, views.cat_up, rotary_up, arithmetic.scaled_up, linear_up]
+DOWN: list[PushDown] = [arithmetic.elementwise_down, views.transpose_down, views.reshape_down]
+DOWN += [linear_down]
 
 
-# For every f in `kvpass.rules.pushes`.
+# For every f in `kvpass.rules.permutation`.
 class PushOrder(Rule):
     """Moves permutations up to the weights that compute what they permute, or down to those that
     read it, as far as each can go."""
@@ -53,7 +45,7 @@ class PushOrder(Rule):
             if permute._erased:
                 continue
             permute.meta.pop("left", None)
-            moved = push(permute, context)
+            moved = _push(permute, context)
             if isinstance(moved, Miss):
                 permute.meta["left"] = moved
             else:
@@ -61,6 +53,53 @@ class PushOrder(Rule):
                 # Of those that could not be moved before, fewer may be read by others now.
                 waiting += moved[1]
         return f"through {', '.join(passed)}" if passed else "not moved"
+
+
+def _push(permute: Node, context: Context) -> tuple[str, list[Node]] | Miss:
+    """Moves one permutation through one operation.
+
+    Returns:
+        The operation's name, and the permutations that took its place.
+    """
+    x, index = PermuteCall.at(permute).x, index_of(permute)
+    if is_identity(index):
+        _replace(permute, x)
+        return "nothing", []
+    if permute.meta["permutation"] == "down":
+        return _down(permute, index, context)
+    if x in context.changed:
+        return Miss("it is changed in place", x)
+    if tuple(shape_of(x)) != tuple(shape_of(permute)):
+        return Miss("it is the same for several heads", x)
+    for user in x.users:
+        if user is not permute and not views.unmoved(user, index):
+            return Miss(f"{x.name} is read by {op_name(user)} as well", user)
+    name = op_name(x)
+    moved = next((m for push in UP if (m := push(x, index)) is not None), None)
+    if isinstance(moved, Miss) or moved is None:
+        return moved or Miss(f"no rule moves an order through {name}", x)
+    # To its other readers the order makes no difference.
+    _replace(permute, x)
+    return name, moved
+
+
+def _down(permute: Node, index: Tensor, context: Context) -> tuple[str, list[Node]] | Miss:
+    if len(permute.users) != 1:
+        return Miss(f"{permute.name} is read {len(permute.users)} times", permute)
+    (reader,) = permute.users
+    if reader.op == "output" or reader in context.changed:
+        return Miss("it is changed in place, or returned", reader)
+    results = (push(reader, permute, index) for push in DOWN)
+    moved = next((m for m in results if m is not None), None)
+    if isinstance(moved, Miss) or moved is None:
+        return moved or Miss(f"no rule moves an order through {op_name(reader)}", reader)
+    permute.graph.erase_node(permute)
+    return op_name(reader), moved
+
+
+def _replace(permute: Node, x: Node) -> None:
+    permute.replace_all_uses_with(x)
+    permute.graph.erase_node(permute)
 
 
 class ChannelGather(Rule):
@@ -88,16 +127,15 @@ class ShareTables(Rule):
     required = False
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
-        """Applies where the same table is permuted for more heads, too."""
+        """Applies where the same cosines or sines are permuted for more heads, too."""
         if not is_permutation(node) or node.meta["permutation"] != "stays":
             return None
-        (table, _), index = node.args, index_of(node)
-        assert isinstance(table, Node)
-        for other in table.users:
+        cos_sin, index = PermuteCall.at(node).x, index_of(node)
+        for other in cos_sin.users:
             if is_permutation(other) and other is not node:
-                found = _repeats(index_of(other), index)
-                if found is not None and len(shape_of(table)) == index.dim():
-                    return {"other": other, "dim": found[0], "step": found[1]}
+                repeats = _repeats(index_of(other), index)
+                if repeats is not None and len(shape_of(cos_sin)) == index.dim():
+                    return {"other": other, "dim": repeats[0], "step": repeats[1]}
         return None
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
@@ -108,61 +146,8 @@ class ShareTables(Rule):
             part = context.graph.call_function(operator.getitem, (other, index))
         part.meta = {**node.meta}
         del part.meta["permutation"]
-        node.replace_all_uses_with(part)
-        context.graph.erase_node(node)
+        _replace(node, part)
         return f"shared by {step} heads"
-
-
-def push(permute: Node, context: Context) -> tuple[str, list[Node]] | Miss:
-    """Moves one permutation through one operation.
-
-    Returns:
-        The operation's name, and the permutations that took its place.
-    """
-    (x, _), index = permute.args, index_of(permute)
-    assert isinstance(x, Node)
-    if is_identity(index):
-        _replace(permute, x)
-        return "nothing", []
-    name = op_name(x)
-    if permute.meta["permutation"] == "down":
-        return _down(permute, index, context)
-    if x in context.changed:
-        return Miss("it is changed in place", x)
-    if tuple(shape_of(x)) != tuple(shape_of(permute)):
-        return Miss("it is the same for several heads", x)
-    readers = [user for user in x.users if user is not permute]
-    for user in readers:
-        if not unmoved(user, index):
-            return Miss(f"{x.name} is read by {op_name(user)} as well", user)
-    moved = _first(rule.up(x, index) for rule in UP)
-    if isinstance(moved, Miss) or moved is None:
-        return moved or Miss(f"no rule moves an order through {name}", x)
-    # They read what was permuted, of which they cannot tell.
-    _replace(permute, x)
-    return name, moved
-
-
-def _down(permute: Node, index: Tensor, context: Context) -> tuple[str, list[Node]] | Miss:
-    if len(permute.users) != 1:
-        return Miss(f"{permute.name} is read {len(permute.users)} times", permute)
-    (reader,) = permute.users
-    if reader.op == "output" or reader in context.changed:
-        return Miss("it is changed in place, or returned", reader)
-    moved = _first(rule.down(reader, permute, index) for rule in DOWN)
-    if isinstance(moved, Miss) or moved is None:
-        return moved or Miss(f"no rule moves an order through {op_name(reader)}", reader)
-    permute.graph.erase_node(permute)
-    return op_name(reader), moved
-
-
-def _first(results: Iterable[Moved]) -> Moved:
-    return next((moved for moved in results if moved is not None), None)
-
-
-def _replace(permute: Node, x: Node) -> None:
-    permute.replace_all_uses_with(x)
-    permute.graph.erase_node(permute)
 
 
 def _repeats(many: Tensor, few: Tensor) -> tuple[int, int] | None:

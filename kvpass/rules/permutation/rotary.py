@@ -3,78 +3,72 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch import same_shape
-from kvpass.graph.analysis.reads import VIEWS
 from kvpass.graph.orders import permuted
-from kvpass.graph.pattern import Miss, argument, op_name
-from kvpass.rules.permutation.base import (
-    Moved,
-    PushUp,
-    alone,
-    changed_miss,
-    is_last,
-    operands,
-    shape_of,
-)
-from kvpass.rules.permutation.views import last_slice
+from kvpass.graph.pattern import Miss
+from kvpass.graph.spellings import VIEWS, argument, op_name
+from kvpass.rules.permutation.base import Moved, changed_miss, operands, shape_of
+from kvpass.rules.permutation.views import joins_last, last_slice
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """``x * cos + rotated * sin``; ``inner`` are the nodes between ``x`` and ``rotated``."""
+    """``x * cos + rotated * sin``.
+
+    Attributes:
+        x, cos, sin: its inputs.
+        inner: both products, and the nodes between ``x`` and ``rotated``.
+        kind: see `kvpass.format.rope.Rope`.
+    """
 
     x: Node
     cos: Node
     sin: Node
-    by_cos: Node
-    by_sin: Node
     inner: tuple[Node, ...]
+    kind: Literal["halves", "neighbours"]
 
 
-# P(x * cos + turn(x) * sin) = P(x) * P(cos) + turn(P(x)) * P(sin)
+# P(x * cos + rotate(x) * sin) = P(x) * P(cos) + rotate(P(x)) * P(sin)
 #
-# where turn(x) is cat(-x[D/2:], x[:D/2]) and P keeps the pairs (i, i + D/2) and their order, or
-# turn(x) makes (-b, a) of the neighbours (a, b), and P keeps the pairs (2i, 2i + 1) and theirs.
-class Rotary(PushUp):
-    """Through a rotary embedding, whose cosines and sines are permuted by the pairs' order."""
-
-    def up(self, x: Node, index: Tensor) -> Moved:
-        """See `PushUp.up`."""
-        found = rotation(x)
-        if found is None:
-            return None
-        turn, halves = found
-        if not (keeps_halves(index) if halves else keeps_neighbours(index)):
-            return Miss("the order does not keep the pairs of the rotary embedding", x)
-        between = (turn.by_cos, turn.by_sin, *turn.inner)
-        tables = (turn.cos, turn.sin)
-        if miss := alone(between, (x, *between)):
-            return miss
-        if miss := changed_miss(turn.x, *tables, *between):
-            return miss
-        if any(len(shape_of(t)) != index.dim() for t in (turn.x, *tables)):
-            return Miss("cosines and sines have other dimensions than what they rotate", x)
-        if any(shape_of(t)[-1] != index.shape[-1] for t in tables):
-            return Miss("cosines and sines have other channels than what they rotate", x)
-        moved = permuted(turn.x, index)
-        for node in between:
-            node.replace_input_with(turn.x, moved)
-        for node, table in zip(between[:2], tables, strict=True):
-            node.replace_input_with(table, permuted(table, index, "stays"))
-        return [] if moved is turn.x else [moved]
+# where rotate(x) is cat(-x[D/2:], x[:D/2]) and P keeps the pairs (i, i + D/2) and their order, or
+# rotate(x) makes (-b, a) of the neighbours (a, b), and P keeps the pairs (2i, 2i + 1) and theirs.
+def rotary_up(x: Node, index: Tensor) -> Moved:
+    """Moves through a rotary embedding; its cosines and sines get the order of the pairs."""
+    if (found := rotation(x)) is None:
+        return None
+    keeps = keeps_halves if found.kind == "halves" else keeps_neighbours
+    if not keeps(index):
+        return Miss("the order does not keep the pairs of the rotary embedding", x)
+    tables, inner = (found.cos, found.sin), found.inner
+    for node in inner:
+        for user in node.users:
+            if user is not x and user not in inner:
+                return Miss(f"{node.name} is read by {op_name(user)} as well", user)
+    if miss := changed_miss(found.x, *tables, *inner):
+        return miss
+    if any(len(shape_of(t)) != index.dim() for t in (found.x, *tables)):
+        return Miss("cosines and sines have other dimensions than what they rotate", x)
+    if any(shape_of(t)[-1] != index.shape[-1] for t in tables):
+        return Miss("cosines and sines have other channels than what they rotate", x)
+    moved = permuted(found.x, index)
+    for node in inner:
+        node.replace_input_with(found.x, moved)
+    for product, table in zip(inner[:2], tables, strict=True):
+        product.replace_input_with(table, permuted(table, index, "stays"))
+    return [] if moved is found.x else [moved]
 
 
 def rotations(x: Node) -> list[tuple[int, int, bool]]:
-    """The channels of ``x`` ``[..., D]`` that rotary embeddings turn: start, stop, and whether
+    """The channels of ``x`` ``[..., D]`` that rotary embeddings rotate: start, stop, and whether
     their pairs are halves."""
     if (found := rotation(x)) is not None:
-        return [(0, int(shape_of(x)[-1]), found[1])]
+        return [(0, int(shape_of(x)[-1]), found.kind == "halves")]
     if op_name(x) == "cat" and joins_last(x):
         parts, start = [], 0
         for tensor in argument(x, "tensors"):
@@ -105,8 +99,8 @@ def keeps_neighbours(index: Tensor) -> bool:
     return bool((first % 2 == 0).all() and (second == first + 1).all())
 
 
-def rotation(x: Node) -> tuple[Rotation, bool] | None:
-    """The rotation that ``x`` is, and whether its pairs are halves."""
+def rotation(x: Node) -> Rotation | None:
+    """The rotary embedding that ``x`` is the result of, if any."""
     if op_name(x) != "add":
         return None
     for by_cos, by_sin in (operands(x), operands(x)[::-1]):
@@ -116,17 +110,17 @@ def rotation(x: Node) -> tuple[Rotation, bool] | None:
             found = _rotated(rotated)
             if found is None or not isinstance(sin, Node):
                 continue
-            source, inner, halves = found
+            source, between, kind = found
             factors = [f for f in operands(by_cos) if f is not source]
             if len(factors) == 1 and isinstance(factors[0], Node):
-                return Rotation(source, factors[0], sin, by_cos, by_sin, inner), halves
+                return Rotation(source, factors[0], sin, (by_cos, by_sin, *between), kind)
     return None
 
 
-def _rotated(node: Any) -> tuple[Node, tuple[Node, ...], bool] | None:
-    """``x``, what lies between, and whether halves are rotated, if ``node`` is ``turn(x)``."""
-    halves = op_name(node) == "cat"
-    joined = node if halves or op_name(node) != "reshape" else node.args[0]
+def _rotated(node: Any) -> tuple[Node, tuple[Node, ...], Literal["halves", "neighbours"]] | None:
+    """``x``, what lies between, and the kind of its pairs, if ``node`` is ``rotate(x)``."""
+    kind: Literal["halves", "neighbours"] = "halves" if op_name(node) == "cat" else "neighbours"
+    joined = node.args[0] if op_name(node) == "reshape" else node
     if op_name(joined) not in ("cat", "stack") or not joins_last(joined):
         return None
     tensors: Any = argument(joined, "tensors")
@@ -134,22 +128,14 @@ def _rotated(node: Any) -> tuple[Node, tuple[Node, ...], bool] | None:
         return None
     negated, first = tensors
     second = argument(negated, "input")
-    parts = [last_slice(n) for n in (first, second) if isinstance(n, Node)]
-    if len(parts) != 2 or None in parts or first.args[0] is not second.args[0]:
+    parts = [last_slice(n) for n in (first, second)]
+    if None in parts or first.args[0] is not second.args[0]:
         return None
     source: Node = first.args[0]
     channels = torch.arange(int(shape_of(source)[-1]))
     if len(channels) % 2 or not same_shape(shape_of(node), shape_of(source)):
         return None
-    expected = channels.view(2, -1) if halves else channels.view(-1, 2).T
-    places = [torch.tensor(list(p or ()), dtype=torch.int64) for p in parts]
-    if not all(map(torch.equal, places, expected)):
+    expected = channels.view(2, -1) if kind == "halves" else channels.view(-1, 2).T
+    if [list(part or ()) for part in parts] != expected.tolist():
         return None
-    between = dict.fromkeys((node, joined, negated, first, second))
-    return source, tuple(between), halves
-
-
-def joins_last(node: Node) -> bool:
-    """Whether ``node`` joins its tensors along the last dimension of its result."""
-    dim = argument(node, "dim")
-    return isinstance(dim, int) and is_last(dim, node)
+    return source, tuple(dict.fromkeys((node, joined, negated, first, second))), kind

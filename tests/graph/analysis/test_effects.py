@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as nnf
-from torch.fx import Graph
+from torch.fx import Graph, symbolic_trace
 
-from kvpass.graph.writes import Writes, written
+from kvpass.graph.analysis.effects import Writes, changed_storages, changes, mutates, written
 from tests.graph.captured import Captured, function_of, inputs
 
 WRITING = {
@@ -62,15 +64,92 @@ def test_what_is_added_is_known():
 
 
 def test_what_is_not_known_may_write_to_all():
-    def stranger(x):
+    def unknown(x):
         return x
 
     graph = Graph()
     x = graph.placeholder("x")
-    assert written(graph.call_function(stranger, (x,))) == [x]
+    assert written(graph.call_function(unknown, (x,))) == [x]
     assert written(graph.call_module("inner", (x,))) == [x]
     assert written(graph.call_function(torch.ops.higher_order.cond, (True, None, None, (x,)))) == [
         x
     ]
     assert written(graph.call_function(nnf.softmax, (x, -1))) == []
     assert written(x) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.add_(1), True),
+        (lambda x: torch.relu_(x), True),
+        (lambda x: nnf.relu(x, inplace=True), True),
+        (lambda x: torch.exp(x, out=x), True),
+        (lambda x: torch.dropout_(x, 0.5, True), True),
+        (lambda x: nnf.dropout(x, 0.5, False, True), True),
+        (lambda x: torch.ops.aten.add_.Tensor(x, 1), True),
+        (lambda x: x.__iadd__(1), True),
+        (lambda x: x.__invert__(), False),
+        (lambda x: torch.exp(x, out=None), False),
+        (lambda x: operator.and_(x, x), False),
+        (lambda x: x.add(1), False),
+        (lambda x: nnf.relu(x), False),
+    ],
+)
+def test_changes_in_place(function, expected):
+    (node,) = symbolic_trace(function).graph.output_node().all_input_nodes
+    assert mutates(node) is expected
+
+
+@pytest.mark.parametrize("target", [operator.iadd, operator.setitem, operator.imul])
+def test_operators_that_change_in_place(target):
+    graph = Graph()
+    assert mutates(graph.call_function(target, (graph.placeholder("x"), 1)))
+    assert not mutates(graph.call_function(operator.and_, (graph.placeholder("y"), 1)))
+
+
+def test_what_is_written_to():
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    assert written(graph.call_function(torch.add, (x, y), {"out": y})) == [y]
+    assert written(graph.call_function(torch.add, (x, y), {"out": (x, y)})) == [x, y]
+    assert written(graph.call_method("add_", (x, y))) == [x]
+    assert written(graph.call_method("add_", (), {"input": x, "other": y})) == [x]
+    assert written(graph.call_function(torch._foreach_add_, ([x, y], 1.0))) == [x, y]
+
+
+def test_what_calls_unknown_code_is_not_certain_to_write():
+    graph = Graph()
+    x = graph.placeholder("x")
+    for node in (
+        graph.call_function(torch.ops.higher_order.flex_attention, (x,)),
+        graph.call_module("inner", (x,)),
+    ):
+        assert written(node) == [x]
+        assert written(node, unknown=False) == []
+        assert not mutates(node)
+
+
+def test_what_changes_a_tensor_or_a_view_of_it():
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    view = graph.call_method("transpose", (x, 0, 1))
+    found = [graph.call_method("add_", (x, y)), graph.call_method("copy_", (view, y))]
+    graph.call_method("copy_", (y, view))
+    assert changes(x) == found
+
+
+def test_memory_that_is_written_to():
+    def function(x):
+        y = x * 2
+        view = y.view(-1)[2:]
+        other = x + 1
+        view.add_(1)
+        return y.transpose(0, 1), other, view * 2
+
+    captured = Captured(function)(torch.randn(3, 4))
+    changed = changed_storages(captured.graph)
+    transposed, other, fresh = captured.results
+    assert transposed in changed
+    assert transposed.args[0] in changed
+    assert not {other, fresh, next(iter(captured.graph.nodes))} & changed

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sympy import Integer, Symbol
 
 from kvpass._torch import Max, Min
-from kvpass.graph.analysis.formulas import NEVER, Condition, K, Q, holds, place, plain
+from kvpass.graph.analysis.formulas import NEVER, Condition, K, Q, holds, plain, position
 
 S, T = Symbol("s", integer=True), Symbol("t", integer=True)
 FACTORS = st.integers(-2, 2)
@@ -19,7 +19,7 @@ RANGES = st.tuples(st.integers(-3, 3), st.integers(0, 4)).map(lambda r: (r[0], r
 
 @st.composite
 def terms(draw):
-    """Linear in two sizes and two places, perhaps with a maximum or minimum."""
+    """Linear in two sizes and two positions, perhaps with a maximum or minimum."""
     size = draw(st.sampled_from([S, T, Max(0, S - 1), Min(S, T), Max(S, T)]))
     term = draw(FACTORS) * K + draw(FACTORS) * Q + draw(FACTORS) * size + draw(FACTORS) * S
     return term + draw(st.integers(-6, 12))
@@ -28,8 +28,8 @@ def terms(draw):
 @settings(max_examples=25)
 @given(terms(), RANGES, RANGES, st.integers(0, 2))
 def test_what_is_proven_holds(term, s_range, t_range, more):
-    places = {K: (Integer(0), S + more), Q: (T - 1, T)}
-    proven = holds(term, {S: s_range, T: t_range}, places)
+    positions = {K: (Integer(0), S + more), Q: (T - 1, T)}
+    proven = holds(term, {S: s_range, T: t_range}, positions)
     sizes = product(*(range(low, high + 1) for low, high in (s_range, t_range)))
     found = [
         int(term.subs({K: k, Q: q, S: s, T: t}))
@@ -68,5 +68,5 @@ def test_conditions():
 
 def test_an_axis_of_size_1_is_at_place_0():
     shape = [Integer(4), Integer(1), sympy.Symbol("s")]
-    assert place(0, shape) == K
-    assert place(1, shape) == 0
+    assert position(0, shape) == K
+    assert position(1, shape) == 0

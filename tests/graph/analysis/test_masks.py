@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import StaticCache
 
 from kvpass._torch import symbol_positions
-from kvpass.graph.analysis.masks import Bounds, Masks, hides_unwritten
+from kvpass.graph.analysis.masks import Bounds, Masks
 from kvpass.graph.pattern import Miss
 from tests.graph.captured import Captured, conditions, function_of, inputs
 from tests.models import prompt, tiny_model
@@ -91,12 +91,12 @@ def test_bounds_of_a_static_cache_are_the_mask(operator, shift, more, padded, n,
     captured = Captured(function)(*inputs(2, n, past))
     check(captured)
     mask, _, positions = captured.results
-    if hides_unwritten(mask, positions):
+    if Masks(mask.graph).hides_unwritten(mask, positions):
         assert not captured.values()[mask][..., past + n :].any()
     exact = operator == "<=" and shift == 0 and more in ("", " & (k > i - 4)")
     if exact and n > 1:
         assert bounds_of(captured).causal
-        assert hides_unwritten(mask, positions)
+        assert Masks(mask.graph).hides_unwritten(mask, positions)
 
 
 KNOWN = {
@@ -149,8 +149,8 @@ NOT_KNOWN = {
     "chunks": ("(k // 4) == (i // 4)", "eq is data, or no bound"),
     "one column": ("(k <= i)[:, :1]", "the mask has one column for all tokens"),
     "written to": ("(k <= i).clone().logical_or_(pad[:1])", "the mask is written to in place"),
-    "by number": ("torch.where(k <= i, 0.0, -1.0)", "other values than 0 and the least"),
-    "not 0": (f"torch.where(k <= i, 1.0, {LOW})", "other values than 0 and the least"),
+    "by number": ("torch.where(k <= i, 0.0, -1.0)", "other values than 0 and the smallest"),
+    "not 0": (f"torch.where(k <= i, 1.0, {LOW})", "other values than 0 and the smallest"),
     "integers": ("torch.where(k <= i, 0, -999)", "the mask is torch.int64"),
     "slopes": ("torch.where(k <= i, 0.0, -torch.inf) + data", "mask comes from add"),
     "padding": (f"torch.where((k <= i) & data, 0.0, {LOW})", "may hide all tokens of a query"),
@@ -191,7 +191,7 @@ def test_positions_that_are_not_in_a_row():
         captured = Captured(function)(*inputs(2, 3, 5))
         mask, _, at = captured.results
         assert isinstance(bounds_of(captured), Miss)
-        assert not hides_unwritten(mask, at)
+        assert not Masks(mask.graph).hides_unwritten(mask, at)
 
 
 def static_graphs(padded: bool, steps: list[int], attention: str):
@@ -230,12 +230,12 @@ def test_static_caches_hide_what_is_not_written(attention, padded):
 
 
 @pytest.mark.parametrize(("low", "hides"), [(LOW, False), ("-torch.inf", True)])
-def test_the_least_number_hides_nothing_from_a_query_that_sees_no_token(low, hides):
+def test_the_smallest_number_hides_nothing_from_a_query_that_sees_no_token(low, hides):
     for condition, blind in (("(k <= i)", False), ("(k <= i) & data[..., :1]", True)):
         mask = f"torch.where({condition}, 0.0, {low}).expand(2, 1, n, 32)"
         function = function_of(*_POSITIONS, returns=f"{mask}, q + 0, torch.arange(n) + c")
         mask, _, positions = Captured(function)(*inputs(2, 3, 5)).results
-        assert hides_unwritten(mask, positions) is (hides or not blind)
+        assert Masks(mask.graph).hides_unwritten(mask, positions) is (hides or not blind)
 
 
 def test_a_number_that_was_added_to_in_between():
@@ -246,11 +246,11 @@ def test_a_number_that_was_added_to_in_between():
     mask, _, positions = captured.results
     assert isinstance(bounds_of(captured), Miss)
     # It hides even more.
-    assert hides_unwritten(mask, positions)
+    assert Masks(mask.graph).hides_unwritten(mask, positions)
 
 
 @pytest.mark.parametrize(("more", "same"), [(3, True), (4, False)])
-def test_layers_count_alike_if_they_are_told_alike(more, same):
+def test_layers_count_alike_if_the_same_is_added_to_each(more, same):
     def step(q, cache):
         first, second = (layer.cumulative_length for layer in cache.layers)
         mask = torch.arange(32) <= (torch.arange(3) + first)[:, None]
@@ -262,7 +262,7 @@ def test_layers_count_alike_if_they_are_told_alike(more, same):
     layers = [SimpleNamespace(cumulative_length=torch.tensor(5)) for _ in range(2)]
     captured = Captured(step)(torch.zeros(1, 1, 3, 4), SimpleNamespace(layers=layers))
     assert isinstance(bounds_of(captured), Bounds) is same
-    assert hides_unwritten(captured.results[0], captured.results[2]) is same
+    assert Masks(captured.graph).hides_unwritten(captured.results[0], captured.results[2]) is same
 
 
 @pytest.mark.parametrize(
@@ -286,5 +286,5 @@ def test_a_number_on_the_host_that_is_taken_for_what_is_written(shown, hides):
         captured(torch.zeros(1, 1, 3, 4), torch.tensor(at), at)
     mask, _, positions = captured.results
     (symbol,) = symbol_positions(captured.graph)
-    assert not hides_unwritten(mask, positions)
+    assert not Masks(mask.graph).hides_unwritten(mask, positions)
     assert Masks(captured.graph).hides_unwritten(mask, positions, symbol) is hides

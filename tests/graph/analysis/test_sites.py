@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvpass.format.retention import MAX_STEP
 from kvpass.graph.analysis.sites import nearest_miss, reads_update
-from kvpass.graph.pattern import argument, op_name
+from kvpass.graph.spellings import argument, op_name
 from kvpass.recipes import recipe
 from tests import tolerances
 from tests.graph.recorder import Layer, Record, Recorder, run
@@ -51,7 +51,7 @@ def test_one_graph_a_step_and_two_updates_a_layer(family, attention):
         assert len(record.sites.updates) == len(lengths)
         for cat, update in record.sites.updates.items():
             assert op_name(cat) == "cat"
-            assert update.packed == (record is not records[0])
+            assert (update.past is not None) == (record is not records[0])
             assert update.new.meta["example_value"].shape[2] == n
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.cpp import append, attend, library, pack, unpack
+from lowering.cpp import attention, library
 
-MODULES = (append, attend, pack, unpack)
+CACHES = (attention._function, library.tensor_function)
 
 
 @pytest.fixture(params=[4, 8, 16], ids=lambda n: f"{n}-lanes")
 def lanes(request, monkeypatch):
-    for module in (attend, library):
+    for module in (attention, library):
         monkeypatch.setattr(module, "native_lanes", lambda: request.param)
-    for module in MODULES:
-        module._function.cache_clear()
+    for cached in CACHES:
+        cached.cache_clear()
     yield request.param
-    for module in MODULES:
-        module._function.cache_clear()
+    for cached in CACHES:
+        cached.cache_clear()

@@ -10,7 +10,7 @@ import torch
 import lowering.cpp.append
 import lowering.cpp.pack
 from kvpass.format.parse import parse_plan
-from kvpass.format.quantize import offline_params, split_outliers
+from kvpass.format.quantize import split_outliers, static_qparams
 from kvpass.tensor.packed import PackedKV
 from lowering.cpp.attention import attention, unsupported_reason
 from tests.calibrated import ENCODED, PLANS, same_state, states_of
@@ -57,7 +57,7 @@ def test_encoding_is_the_references(plan: str, dtype: torch.dtype) -> None:
     cpp, p = torch.ops.kvpass_cpp, parse_plan(plan)
     x = keys_like(2, 2, 400, 64, dtype, 3)
     low, high = x.float().amin((0, 2)) * 0.8, x.float().amax((0, 2)) * 0.8
-    ranges = offline_params(p.codec, low, high) if p.codec.static_ranges else None
+    ranges = static_qparams(p.codec, low, high) if p.codec.static_ranges else None
     parts = x.split([130, 1, 1, 5, 16, 1, 100, 1, 145], dim=2)
     assert lowering.cpp.pack.unsupported_reason(parts[0], plan, ranges) is None
     got, wanted = (op(parts[0], plan, ranges) for op in (cpp.pack, ops.pack))
@@ -78,8 +78,8 @@ def test_a_key_that_is_no_number_is_an_outlier() -> None:
     plan = PLANS["nuq3-1%"][0]
     x = keys_like(1, 2, 40, 64, torch.float32)
     x[0, 1, 20, 7] = torch.nan
-    ranges = offline_params(parse_plan(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
+    ranges = static_qparams(parse_plan(plan).codec, *(x.nan_to_num().amin((0, 2)),) * 2)
     state = torch.ops.kvpass_cpp.pack(x, plan, ranges)
-    places, values = split_outliers(state[4][0, 19])
-    assert values[places == 64 + 7].isnan().all()
-    assert (places == 64 + 7).sum() == 1
+    channels, values = split_outliers(state[4][0, 19])
+    assert values[channels == 64 + 7].isnan().all()
+    assert (channels == 64 + 7).sum() == 1

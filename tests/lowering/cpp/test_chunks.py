@@ -97,6 +97,6 @@ def test_declined() -> None:
     (odd, exact), (even, values) = states
     q = torch.zeros(1, 2, 1, 32)
     reason = chunks.unsupported_attention(q, odd, odd, None, 1.0, exact, exact)
-    assert reason == f"a level of {exact} and {exact} is stored as it is"
+    assert reason == f"a segment of {exact} and {exact} is stored as it is"
     reason = chunks.unsupported_attention(q, even, even, None, 1.0, values, values, None, False, 8)
     assert reason == "a window of 8 tokens that lie in the order of their bits"

@@ -137,7 +137,7 @@ def check_exact(plan, dtype):
     (KINDS[1], torch.float16, "neighbours0-80", True, 1),
 ])  # fmt: skip
 def test_keys_are_turned_exactly(plan, dtype, rope, wide, batch):
-    """Also where less than a vector is left, and where the rows of cosines lie apart."""
+    """Also where less than a vector is left, and where cosines lie apart."""
     got = pack.pack(tokens_like(140, 1, dtype), plan)
     got = with_room(got, plan, 400)
     wanted = [t.clone() for t in got]

@@ -270,7 +270,7 @@ def test_measured_while_tracing_outside_of_it(monkeypatch):
         seen.append((workload, modes, kinds, threading.current_thread()))
         return [0.5 if sizes.splits == 2 else 1.0 for sizes in candidates]
 
-    monkeypatch.setattr(tuning, "_LEAST_CAPACITY", 256)
+    monkeypatch.setattr(tuning, "_MIN_CAPACITY", 256)
     monkeypatch.setattr(attention, "measurable", lambda device: device.type == "cuda")
     monkeypatch.setattr(attention, "time_attention", timer)
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver())

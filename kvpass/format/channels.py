@@ -1,0 +1,139 @@
+"""Facts about every channel of a cache tensor: `ChannelOrder` and `ChannelRanges`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import PlanError
+
+_DTYPES = {"int32": torch.int32, "int16": torch.int16}
+
+
+@dataclass(frozen=True, repr=False)
+class ChannelData:
+    """A number for each channel of each KV head.
+
+    Frozen, hashable and quick to compare, as Dynamo guards on it in every step.
+
+    Attributes:
+        heads: KV heads.
+        data: the numbers as bytes, little-endian ``[heads, D]``.
+        dtype: ``int16`` or ``int32``.
+    """
+
+    heads: int
+    data: bytes
+    dtype: str = "int16"
+
+    @property
+    def dim(self) -> int:
+        """Channels per head."""
+        return len(self.data) // _DTYPES[self.dtype].itemsize // self.heads
+
+    def unsupported_reason(self, heads: int | None, dim: int) -> str | None:
+        """Why ``heads`` (None: any number) of ``dim`` channels do not fit, behind "it is", or
+        None."""
+        if self.dim == dim and heads in (None, self.heads):
+            return None
+        return (
+            f"for {self.heads} heads of {self.dim} channels, the model has "
+            f"{'heads' if heads is None else f'{heads} heads'} of {dim}"
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.heads}x{self.dim}, {crc32(self.data):08x})"
+
+
+@dataclass(frozen=True, repr=False)
+class ChannelOrder(ChannelData):
+    """The order in which a cache tensor holds the channels: cached channel ``j`` of KV head ``h``
+    is the model's channel ``order[h, j]``. Make one with `of`."""
+
+    @staticmethod
+    def of(order: Tensor) -> ChannelOrder:
+        """From ``order``, int64 ``[H, D]``.
+
+        Raises:
+            PlanError: if it has another dtype or shape, or a row is no permutation.
+        """
+        if not isinstance(order, Tensor) or order.dtype != torch.int64 or order.dim() != 2:
+            raise PlanError(f"A channel order is {_kind(order)}; allowed: int64 [heads, channels].")
+        heads, dim = order.shape
+        # int16 is what the bytes hold.
+        if not heads or not 0 < dim < 2**15:
+            raise PlanError(f"A channel order is {_kind(order)}, which fits no attention heads.")
+        if not order.sort(dim=1).values.eq(torch.arange(dim, device=order.device)).all():
+            raise PlanError(
+                f"A channel order is no permutation: each row must hold 0 to {dim - 1} once."
+            )
+        return ChannelOrder(heads, order.cpu().to(torch.int16).numpy().astype("<i2").tobytes())
+
+    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        """The order, int64 ``[H, D]``; shared, not to be changed."""
+        return _order_and_inverse(self, str(device))[0]
+
+    def store(self, x: Tensor) -> Tensor:
+        """``x`` ``[B, H, n, D]``, in the model's order, as the cache holds it."""
+        order, _ = _order_and_inverse(self, str(x.device))
+        return torch.take_along_dim(x, order[None, :, None], dim=3)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Inverse of `store`."""
+        _, inverse = _order_and_inverse(self, str(x.device))
+        return torch.take_along_dim(x, inverse[None, :, None], dim=3)
+
+
+@dataclass(frozen=True, repr=False)
+class ChannelRanges(ChannelData):
+    """The qparams of a codec whose ranges are calibrated, see `kvpass.format.codec`. Make one with
+    `of`."""
+
+    @staticmethod
+    def of(qparams: Tensor) -> ChannelRanges:
+        """From ``qparams``, int32 or int16 ``[H, 1, D]``.
+
+        Raises:
+            PlanError: if it has another dtype or shape.
+        """
+        dtype = str(getattr(qparams, "dtype", type(qparams).__name__)).removeprefix("torch.")
+        if (
+            dtype not in _DTYPES
+            or qparams.dim() != 3
+            or qparams.shape[1] != 1
+            or not qparams.numel()
+        ):
+            raise PlanError(f"Ranges of channels are {dtype}; allowed: int32 or int16 [H, 1, D].")
+        little = qparams.cpu().numpy().astype(f"<i{qparams.itemsize}")
+        return ChannelRanges(qparams.shape[0], little.tobytes(), dtype)
+
+    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        """The qparams ``[H, 1, D]``; shared, not to be changed."""
+        return _read(self, str(device)).unsqueeze(1)
+
+
+@lru_cache(maxsize=1024)
+def _read(numbers: ChannelData, device: str) -> Tensor:
+    """The numbers ``[heads, D]``."""
+    # Neither fake nor an inference tensor, wherever it is asked for first.
+    with torch.inference_mode(False):
+        flat = torch.frombuffer(bytearray(numbers.data), dtype=_DTYPES[numbers.dtype])
+        return flat.view(numbers.heads, -1).to(device)
+
+
+@lru_cache(maxsize=1024)
+def _order_and_inverse(order: ChannelOrder, device: str) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        forward = _read(order, device).long()
+        return forward, forward.argsort(dim=1)
+
+
+def _kind(order: Any) -> str:
+    if isinstance(order, Tensor):
+        return f"{str(order.dtype).removeprefix('torch.')} {list(order.shape)}"
+    return type(order).__name__

@@ -1,0 +1,50 @@
+"""Binds permuted weights and constants, which become arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from kvpass._torch import mark_static_input
+from kvpass.folding import Fold
+from kvpass.graph.calls import add_argument
+from kvpass.graph.logical_calls import PermuteWeightCall
+from kvpass.graph.orders import constant_value, drop_constants, is_constant
+from kvpass.ops import logical
+
+
+def bind_constants(
+    graph: Graph, positions: dict[Node, int]
+) -> tuple[tuple[Fold, ...], tuple[Tensor, ...], list[Any]]:
+    """Makes arguments of permuted weights and of constants.
+
+    Args:
+        graph: with weights and constants as the rules left them.
+        positions: of Dynamo's placeholders.
+
+    Returns:
+        Those, and example arguments for all of them.
+    """
+    folds: dict[Node, Fold] = {}
+    for node in graph.find_nodes(op="call_function", target=logical.permute_weight):
+        call = PermuteWeightCall.at(node)
+        folds[node] = Fold(positions[call.weight], constant_value(call.order), call.dim)
+    examples = [_argument(node) for node in folds]
+    used = [n for n in graph.find_nodes(op="get_attr") if is_constant(n) and n.users]
+    constants = [constant_value(node) for node in used]
+    for node in used:
+        _argument(node)
+    drop_constants(graph)
+    return tuple(folds.values()), tuple(constants), [*examples, *constants]
+
+
+def _argument(node: Node) -> Any:
+    """Puts an argument in the place of ``node``. Returns the example for it."""
+    example = node.meta["example_value"]
+    argument = add_argument(node.graph, f"kvpass_{node.name}", example)
+    mark_static_input(argument)
+    node.replace_all_uses_with(argument)
+    node.graph.erase_node(node)
+    return example

@@ -1,0 +1,96 @@
+"""What both back ends ask of plans and states, and the reasons to decline that they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.format.codec import Codec
+from kvpass.format.parse import parse_plan
+from kvpass.format.state import State
+from kvpass.format.tensor_plan import TensorPlan
+
+
+@cache
+def interpreted() -> bool:
+    """Whether Triton runs in its interpreter (``TRITON_INTERPRET=1`` when it was imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def unbounded(plan: TensorPlan) -> TensorPlan:
+    """The plan without window size and room, which kernels get at run time."""
+    return replace(plan, window_size=None, room=None)
+
+
+def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
+    """The tensor of a state that holds tokens ``[B, H, ..., D]`` in the model's dtype."""
+    return State.of(state, plan).tokens
+
+
+def row_stride(rows: Tensor) -> int:
+    """The stride from one sequence's cosines and sines ``[B or 1, n, R]`` to the next one's; 0
+    where all sequences have the same ones."""
+    return rows.stride(0) if rows.shape[0] != 1 else 0
+
+
+def unsupported_conversion(exact: Tensor, dtype: torch.dtype) -> str | None:
+    """Why no kernel unpacks a cache whose exact tokens are ``exact`` to ``dtype``, or None."""
+    if dtype != exact.dtype:
+        return f"tokens are wanted as {dtype}, those of the cache are {exact.dtype}"
+    return None
+
+
+def unsupported_formats(q: Tensor, keys: State, values: State) -> str | None:
+    """Why no kernel attends with this query to these keys and values, or None."""
+    k, v = keys.plan, values.plan
+    if k.window_size != v.window_size:
+        return f"keys {k} and values {v} do not keep the same tokens"
+    if len({p.sinks for p in (k, v) if not p.codec.identity}) > 1:
+        return f"keys {k} and values {v} do not have the same sinks"
+    if v.codec.token_group > 1:
+        return f"values {v} have groups along tokens"
+    dtypes = keys.tokens.dtype, values.tokens.dtype
+    if {q.dtype} != {*dtypes}:
+        return f"the query is {q.dtype}, keys are {dtypes[0]}, values {dtypes[1]}"
+    return None
+
+
+def unsupported_calibrated(plan: str) -> str | None:
+    """Why no kernel works on what this plan calibrates, or None."""
+    p = parse_plan(plan)
+    found = {
+        "keys before their rotary embedding": p.rope is not None,
+        "outliers": p.codec.outliers,
+        "codebooks": p.codec.codebook is not None,
+        "calibrated ranges": p.codec.static_ranges,
+    }
+    return next((f"{name} are not supported" for name, holds in found.items() if holds), None)
+
+
+def unsupported_filter(plan: str) -> str | None:
+    """Why no kernel filters tokens as this plan does, or None."""
+    p = parse_plan(plan)
+    return f"filter '{p.retention.filter}' is not supported" if p.retained else None
+
+
+def unsupported_groups(codec: Codec, head_dim: int | None = None) -> str | None:
+    """Why no kernel works on the groups of a codec, or None."""
+    if codec.sizes is not None:
+        return f"sizes of {codec} are not supported"
+    if head_dim is not None and codec.groups.heads_per_group(head_dim) > 1:
+        return f"groups of {codec} that span heads of {head_dim} are not supported"
+    return None
+
+
+def unsupported_gaps(state: Sequence[Tensor], plan: str) -> str | None:
+    """Why no kernel can address this state, or None."""
+    # The state of an append comes without what all layers share.
+    for name, tensor in zip(parse_plan(plan).layout.names, state, strict=False):
+        if not tensor.is_contiguous():
+            return f"{name} is not contiguous"
+    return None
