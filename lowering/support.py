@@ -65,11 +65,17 @@ def unsupported_calibrated(plan: str) -> str | None:
     p = parse_plan(plan)
     found = {
         "keys before their rotary embedding": p.rope is not None,
-        "outliers": p.codec.outliers,
         "codebooks": p.codec.codebook is not None,
         "calibrated ranges": p.codec.static_ranges,
     }
-    return next((f"{name} are not supported" for name, holds in found.items() if holds), None)
+    reason = next((f"{name} are not supported" for name, holds in found.items() if holds), None)
+    return reason or unsupported_extras(p.codec)
+
+
+def unsupported_extras(codec: Codec, *known: str) -> str | None:
+    """Why kernels that know these extras only cannot work on a codec, or None."""
+    extras = (e.name for e in codec.extras if e.size and e.name not in known)
+    return next((f"{name.replace('_', ' ')} are not supported" for name in extras), None)
 
 
 def unsupported_filter(plan: str) -> str | None:

@@ -77,6 +77,7 @@ class Layout:
         rope: first channel, and the one behind the last, that a rotary embedding rotates when keys
             are read; those a half apart are pairs.
         state: the names of the tensors that kernels get, in their order.
+        extras: names and counts of what is stored of each token beside words and qparams.
         by_halves: blocks lie in the first or the second half of the words, see `for_encoding`.
     """
 
@@ -96,6 +97,7 @@ class Layout:
     midpoints: tuple[float, ...] = ()
     rope: tuple[int, int] | None = None
     state: tuple[str, ...] = field(default=("codes", "segment_ends"), repr=False)
+    extras: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     by_halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
@@ -122,7 +124,7 @@ class Layout:
     @property
     def dequant_first(self) -> bool:
         """Whether attention decodes: scales and minima cannot be left to its other operands."""
-        return self.cross_head or self.rope is not None
+        return self.cross_head or self.rope is not None or bool(self.extras)
 
     @property
     def segments(self) -> int:

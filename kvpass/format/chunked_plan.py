@@ -57,7 +57,7 @@ class ChunkedPlan(TensorPlan):
                     f"chunk={chunk} is no multiple of the group of {codec.token_group} tokens that "
                     f"share a scale in {codec}."
                 )
-            if codec.static_ranges or codec.outliers:
+            if codec.static_ranges or codec.has_extras:
                 raise PlanError(
                     f"Chunks cannot be stored as {codec}: calibrated ranges and outliers are not "
                     "supported there."

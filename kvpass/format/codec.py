@@ -72,6 +72,20 @@ class _Suffix(NamedTuple):
     write: Callable[[Any], str] = lambda _: ""
 
 
+class Extra(NamedTuple):
+    """Numbers that are stored of each token, of all heads, beside words and qparams.
+
+    Attributes:
+        name: the name of the field of the state.
+        dtype: of a number.
+        size: numbers of a token; 0: none.
+    """
+
+    name: str
+    dtype: torch.dtype
+    size: int
+
+
 _SUFFIXES = (
     _Suffix("ternary_in_2bit", "ternary_in_2bit"),
     _Suffix("half_split", "half_split"),
@@ -224,6 +238,16 @@ class Codec:
         """The dtype that holds a scale and a minimum together."""
         return torch.int16 if self.qparams == "fp8" else torch.int32
 
+    @property
+    def extras(self) -> tuple[Extra, ...]:
+        """All extras, in the order in which they are encoded."""
+        return (Extra("outliers", torch.int32, self.outliers),)
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether anything is stored beside words and qparams."""
+        return any(extra.size for extra in self.extras)
+
     def __str__(self) -> str:
         if self.identity:
             return "fp"
@@ -293,17 +317,18 @@ class Codec:
         may not do.
 
         Raises:
-            ValueError: if the codec has outliers and either is None.
+            ValueError: if the codec has extras and either is None.
         """
         if self.identity:
             return 16.0
         codes = self.words.bits
         if head_dim is not None:
             codes = 16 * self.words.count(head_dim) / head_dim
-        if self.outliers:
+        if self.has_extras:
             if head_dim is None or heads is None:
-                raise ValueError("bits_per_element of outliers needs head_dim and heads")
-            codes += 32 * self.outliers / (heads * head_dim)
+                raise ValueError(f"bits_per_element of {self} needs head_dim and heads")
+            token = sum(8 * extra.dtype.itemsize * extra.size for extra in self.extras)
+            codes += token / (heads * head_dim)
         return codes if self.static_ranges else codes + 8 * self.qparam_dtype.itemsize / self.group
 
 

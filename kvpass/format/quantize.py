@@ -14,7 +14,7 @@ _NUMBERS = {torch.int32: torch.float16, torch.int16: torch.float8_e4m3fn}
 
 
 def encode(codec: Codec, x: Tensor, qparams: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Words, qparams and, if the codec has them, outliers of ``x``; for the identity ``x`` alone.
+    """Words, qparams and the extras of the codec of ``x``; for the identity ``x`` alone.
 
     Args:
         codec: how to encode.
@@ -22,13 +22,13 @@ def encode(codec: Codec, x: Tensor, qparams: Tensor | None = None) -> tuple[Tens
         qparams: ``[B or 1, H, 1, D]``, if ranges are calibrated.
 
     Returns:
-        int16 words ``[B, H, T, W]``, int32 or int16 qparams and int32 outliers ``[B, T, N]``, see
+        int16 words ``[B, H, T, W]``, int32 or int16 qparams and extras ``[B, T, N]``, see
         `kvpass.format.codec`.
     """
     if codec.identity:
         return (x,)
-    codes, qparams, outliers = _quantized(codec, x.float(), qparams)
-    return codec.words.pack(codes), qparams, *(() if outliers is None else (outliers,))
+    codes, *others = _quantized(codec, x.float(), qparams)
+    return codec.words.pack(codes), *others
 
 
 def fake_quantize(codec: Codec, x: Tensor, qparams: Tensor | None = None) -> Tensor:
@@ -37,14 +37,14 @@ def fake_quantize(codec: Codec, x: Tensor, qparams: Tensor | None = None) -> Ten
 
 
 def decode(
-    codec: Codec, words: Tensor, qparams: Tensor, dtype: torch.dtype, outliers: Tensor | None = None
+    codec: Codec, words: Tensor, qparams: Tensor, dtype: torch.dtype, *extras: Tensor
 ) -> Tensor:
     """Inverse of `encode`: ``[B, H, T, D]`` in ``dtype`` (computed in float32)."""
     if codec.axis == "channel":
         d = qparams.shape[3]
     else:
         d = qparams.shape[1] * qparams.shape[2] * codec.group // words.shape[1]
-    return _dequantized(codec, codec.words.unpack(words)[..., :d], qparams, outliers).to(dtype)
+    return _dequantized(codec, codec.words.unpack(words)[..., :d], qparams, *extras).to(dtype)
 
 
 def normalized(codec: Codec, x: Tensor, qparams: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -101,18 +101,17 @@ def rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-most, most).to(dtype)
 
 
-def _quantized(
-    codec: Codec, x: Tensor, qparams: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, int32 in the shape of ``x``, and qparams and outliers as they are stored."""
+def _quantized(codec: Codec, x: Tensor, qparams: Tensor | None) -> tuple[Tensor, ...]:
+    """Codes, int32 in the shape of ``x``, and qparams and extras as they are stored."""
     qparams, outliers = _ranges(codec, x, qparams)
     codes = _nearest(codec, x, *_spread(codec, qparams, x)).reshape(x.shape)
     if codec.axis == "token":
         qparams = qparams.transpose(2, 3)
-    return codec.words.saturated(codes), qparams.contiguous(), outliers
+    extras = () if outliers is None else (outliers,)
+    return codec.words.saturated(codes), qparams.contiguous(), *extras
 
 
-def _dequantized(codec: Codec, codes: Tensor, qparams: Tensor, outliers: Tensor | None) -> Tensor:
+def _dequantized(codec: Codec, codes: Tensor, qparams: Tensor, *extras: Tensor) -> Tensor:
     """float32 ``[B, H, T, D]`` from codes of that shape."""
     if codec.axis == "token":
         qparams = qparams.transpose(2, 3)
@@ -123,7 +122,7 @@ def _dequantized(codec: Codec, codes: Tensor, qparams: Tensor, outliers: Tensor 
     else:
         values = _constant(codec.decoded_codebook, str(codes.device))[values.long()]
     out = torch.addcmul(minimum, values, scale).reshape(codes.shape)
-    return out if outliers is None else _with_outliers(out, outliers)
+    return _with_outliers(out, extras[0]) if codec.outliers else out
 
 
 def _ranges(codec: Codec, x: Tensor, qparams: Tensor | None) -> tuple[Tensor, Tensor | None]:

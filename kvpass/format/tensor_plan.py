@@ -266,8 +266,9 @@ class TensorPlan:
         found.append(Field(*window, grows=grows, exact=True, overwritten="prefill"))
         if self.sinks:
             found.append(Field("sinks", (*tokens, self.sinks, "channels"), exact=True))
-        if count := self.codec.outliers:
-            found.append(grown("outliers", ("batch", "capacity", count), torch.int32))
+        for name, dtype, size in self.codec.extras:
+            if size:
+                found.append(grown(name, ("batch", "capacity", size), dtype))
         if count := self.retained:
             every = partial(Field, overwritten="step")
             found.append(every("retained", (*tokens, count, "channels"), exact=True, fill=0))

@@ -80,8 +80,8 @@ def decoded(codec: Codec, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor
     """Inverse of `kvpass.format.quantize.encode`, which has made ``parts``."""
     if codec.identity:
         return parts[0].to(dtype)
-    words, qparams, *outliers = parts
-    return decode(codec, words, qparams, dtype, *outliers)
+    words, qparams, *extras = parts
+    return decode(codec, words, qparams, dtype, *extras)
 
 
 def unpack_fake(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:

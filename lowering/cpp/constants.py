@@ -16,6 +16,7 @@ from lowering.support import (
     interpreted,
     unbounded,
     unsupported_calibrated,
+    unsupported_extras,
     unsupported_filter,
     unsupported_groups,
 )
@@ -53,7 +54,7 @@ class Constants:
     def dequant_first(self) -> bool:
         """Tokens are decoded before they are multiplied, not read as codes."""
         codec = self.plan.codec
-        calibrated = codec.codebook is not None or codec.outliers > 0 or not codec.group
+        calibrated = codec.codebook is not None or codec.has_extras or not codec.group
         decoded = self.packed and (calibrated or self.heads_per_group > 1)
         return decoded or self.plan.rope is not None
 
@@ -103,7 +104,7 @@ class Constants:
             BITS=int(codec.words.bits) if self.packed else 16, MAX_CODE=codec.max_code,
             GROUP=codec.group, BY_TOKEN=codec.axis == "token", RUN=self.run, PERIOD=self.period,
             HEADS_PER_GROUP=self.heads_per_group, CLIPPED=self.clipped,
-            CODEBOOK=codec.codebook is not None, OUTLIERS=codec.outliers,
+            CODEBOOK=codec.codebook is not None, **{e.name.upper(): e.size for e in codec.extras},
             WINDOW=p.retention.window, PACK_EVERY=p.retention.pack_every, RING=p.ring,
             SINKS=p.sinks, SLIDING=self.sliding, SEGMENTS=self.segments,
             RATIO=ratio, RATIO_DIVISOR=divisor, PIVOTAL=p.retention.pivotal > 0,
@@ -155,7 +156,7 @@ def unsupported_writing(plan: str, dim: int) -> str | None:
         return f"base 3 of {codec} is not supported where groups span heads"
     if codec.codebook is not None and codec.axis == "channel" and not codec.static_ranges:
         return "a codebook per channel is written in calibrated ranges only"
-    return unsupported_plan(plan, dim)
+    return unsupported_extras(codec, "outliers") or unsupported_plan(plan, dim)
 
 
 def unsupported_device(x: Tensor) -> str | None:

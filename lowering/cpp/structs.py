@@ -17,7 +17,9 @@ from lowering.support import row_stride
 
 _CODES = {"int64_t": "q", "double": "d"}
 # The model's dtype is Scalar in C++.
-_TYPES = {torch.int32: "int32_t", torch.int16: "int16_t", None: "Scalar"}
+_TYPES = {
+    torch.int32: "int32_t", torch.int16: "int16_t", torch.float16: "Float16", None: "Scalar",
+}  # fmt: skip
 # Kernels read codebooks a vector at a time.
 _WIDEST_VECTOR = 16
 # A C++ type, or a struct, and a name.

@@ -16,6 +16,7 @@ from kvpass.format.tensor_plan import TensorPlan
 from lowering.support import (
     interpreted,
     row_stride,
+    unsupported_extras,
     unsupported_filter,
     unsupported_gaps,
     unsupported_groups,
@@ -41,6 +42,7 @@ def layout_of(plan: str, head_dim: int) -> Layout:
         codec.qparams, codec.ternary_in_2bit, codec.static_ranges, heads_per_group, codec.outliers,
         codec.decoded_codebook or (), codec.midpoints,
         None if p.rope is None else (p.rope.start, p.rope.stop), p.layout.names,
+        tuple((extra.name, extra.size) for extra in codec.extras if extra.size),
     )  # fmt: skip
 
 
@@ -122,7 +124,7 @@ def unsupported_encoding(plan: str, head_dim: int) -> str | None:
         return f"clip of {codec} differs between groups; the kernels take one number"
     if codec.clip != 1 and codec.groups.heads_per_group(head_dim) > 1:
         return f"groups of {codec} that span heads of {head_dim} are not clipped"
-    return unsupported_codec(plan)
+    return unsupported_extras(codec, "outliers") or unsupported_codec(plan)
 
 
 def unsupported_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass.format.state import State
 from lowering.codegen import load_kernels
-from lowering.support import unsupported_conversion
+from lowering.support import unsupported_conversion, unsupported_extras
 from lowering.triton.heuristics import decode_tokens
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
@@ -33,6 +33,7 @@ def unsupported_reason(
         unsupported_conversion(s.tokens, dtype)
         or unsupported_device(s.tokens)
         or unsupported_heads(s.tokens)
+        or unsupported_extras(s.plan.codec, "outliers")
         or unsupported_state(state, plan)
     )
 
