@@ -38,6 +38,10 @@ PLANS = {
         "int3.token128.outliers2/sinks=1,window=20,pack_every=1",
     ),
     "joined": ("fp", "int2.token128/window=32,pack_every=1"),
+    "token-scales": (
+        "int4.channel32.scale_by_token/window=0,pack_every=32" + HALVES,
+        "int2.token32.scale_by_token/window=20,pack_every=1",
+    ),
     "fp": ("fp" + HALVES, "fp"),
     "kivi": (
         "int4.channel32/window=0,pack_every=128" + HALVES,
@@ -69,6 +73,8 @@ def state_of(plan: str, x: torch.Tensor, rows: torch.Tensor, steps: int) -> list
         if p.codec.outliers:
             # Not a number, in the first channel of the first head.
             State(state, p).outliers[:, ends[-2] - p.sinks :] = 0x7E00 << 16
+        if p.codec.scale_by_token:
+            State(state, p).token_scales[:, ends[-2] - p.sinks :] = torch.nan
     return state
 
 

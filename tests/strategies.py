@@ -51,6 +51,7 @@ def codecs(draw, head_dim: int, groups=(2, 4, 8, 16, 24, 32)):
         qparams=draw(st.sampled_from(["half", "half", "fp8"])),
         ternary_in_2bit=bits == 1.5 and draw(st.booleans()),
         pack11=bits == 3 and draw(st.booleans()),
+        scale_by_token=draw(st.sampled_from([False, False, True])),
     )
 
 
@@ -79,7 +80,7 @@ def rounded(x: Tensor, plan: TensorPlan, packed: int) -> Tensor:
     if plan.codec.identity:
         return x
     first = min(plan.sinks, packed)
-    decoded = decode(plan.codec, *encode(plan.codec, x[:, :, first:packed]), x.dtype)
+    decoded = decode(plan.codec, encode(plan.codec, x[:, :, first:packed]), x.dtype)
     return torch.cat([x[:, :, :first], decoded, x[:, :, packed:]], dim=2)
 
 

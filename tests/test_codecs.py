@@ -28,6 +28,7 @@ PLANS = {
     "sinks": "int2.token16.fp8.clip0.92/sinks=5,window=16,pack_every=1",
     "a filter": "int2.token16/sinks=2,window=16,pack_every=1,retained=4,filter=heavy_hitters",
     "many sinks, groups of tokens": "int4.channel8/sinks=43,window=0,pack_every=16",
+    "tokens scaled to one variance": "int2.channel8.scale_by_token/window=0,pack_every=16",
 }
 
 

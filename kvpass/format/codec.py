@@ -51,6 +51,7 @@ _ALLOWED = {
     "outliers": "a whole number with calibrated ranges, an even one per token, 0 else",
     "clip": "a number above 0, at most 1, or per token a tuple of them, one for each group of all "
     "heads; 1 with outliers, calibrated ranges or a codebook",
+    "scale_by_token": "False, and True without outliers and calibrated ranges",
 }
 
 
@@ -99,6 +100,7 @@ _SUFFIXES = (
     _Suffix("codebook", "codebook", _LIST, _floats, _listed),
     _Suffix("qnorm", "qnorm", f"{NUMBER},{NUMBER}", _floats, _listed),
     _Suffix("pack11", "pack11"),
+    _Suffix("scale_by_token", "scale_by_token"),
 )  # fmt: skip
 _NAME = re.compile(
     r"(?P<kind>int|nuq)(?P<bits>1\.5|\d+)\.(?P<axis>channel|token)(?P<group>\d+)"
@@ -136,6 +138,9 @@ class Codec:
             of a head's channels saturate at code 3 of 7. Prefer 3 bits each: heads of 64, 96, 128,
             192 or 256 channels take as many bytes with less error, those of 80 or 112 fewer. From
             176 on some take fewer so (64 instead of 66).
+        scale_by_token: each token is divided by the root mean square of all its heads' channels
+            before it is encoded, and multiplied by it when it is read, so that tokens of a group
+            have one variance (KVarN). Stored in half precision.
 
     Raises:
         OptionError: if a field has a value that is not allowed.
@@ -153,6 +158,7 @@ class Codec:
     codebook: tuple[float, ...] | None = None
     qnorm: tuple[float, float] | None = None
     pack11: bool = False
+    scale_by_token: bool = False
 
     def __post_init__(self) -> None:
         if all(getattr(self, f.name) == f.default for f in fields(self) if f.name != "axis"):
@@ -180,6 +186,8 @@ class Codec:
         yield "qparams", self.qparams in ("half", "fp8")
         fits = self.static_ranges or (per_token and type(outliers) is int and outliers % 2 == 0)
         yield "outliers", type(outliers) is int and outliers >= 0 and (fits or not outliers)
+        scales = not (outliers or self.static_ranges)
+        yield "scale_by_token", _is_flag(self.scale_by_token, scales)
         several = isinstance(self.clip, tuple) and self.clip and per_token
         clips: Any = self.clip if several else [self.clip]
         fits = self.clip == 1 or not (outliers or self.static_ranges or codebook)
@@ -241,7 +249,10 @@ class Codec:
     @property
     def extras(self) -> tuple[Extra, ...]:
         """All extras, in the order in which they are encoded."""
-        return (Extra("outliers", torch.int32, self.outliers),)
+        return (
+            Extra("outliers", torch.int32, self.outliers),
+            Extra("token_scales", torch.float16, int(self.scale_by_token)),
+        )
 
     @property
     def has_extras(self) -> bool:

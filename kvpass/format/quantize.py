@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -36,10 +37,12 @@ def fake_quantize(codec: Codec, x: Tensor, qparams: Tensor | None = None) -> Ten
     return _dequantized(codec, *_quantized(codec, x.float(), qparams))
 
 
-def decode(
-    codec: Codec, words: Tensor, qparams: Tensor, dtype: torch.dtype, *extras: Tensor
-) -> Tensor:
-    """Inverse of `encode`: ``[B, H, T, D]`` in ``dtype`` (computed in float32)."""
+def decode(codec: Codec, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Inverse of `encode`, which has made ``parts``: ``[B, H, T, D]`` in ``dtype`` (computed in
+    float32)."""
+    if codec.identity:
+        return parts[0].to(dtype)
+    words, qparams, *extras = parts
     if codec.axis == "channel":
         d = qparams.shape[3]
     else:
@@ -103,11 +106,13 @@ def rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _quantized(codec: Codec, x: Tensor, qparams: Tensor | None) -> tuple[Tensor, ...]:
     """Codes, int32 in the shape of ``x``, and qparams and extras as they are stored."""
+    scales = _token_scales(x) if codec.scale_by_token else None
+    x = x if scales is None else x / _by_token(scales)
     qparams, outliers = _ranges(codec, x, qparams)
     codes = _nearest(codec, x, *_spread(codec, qparams, x)).reshape(x.shape)
     if codec.axis == "token":
         qparams = qparams.transpose(2, 3)
-    extras = () if outliers is None else (outliers,)
+    extras = (extra for extra in (outliers, scales) if extra is not None)
     return codec.words.saturated(codes), qparams.contiguous(), *extras
 
 
@@ -122,7 +127,21 @@ def _dequantized(codec: Codec, codes: Tensor, qparams: Tensor, *extras: Tensor) 
     else:
         values = _constant(codec.decoded_codebook, str(codes.device))[values.long()]
     out = torch.addcmul(minimum, values, scale).reshape(codes.shape)
+    if codec.scale_by_token:
+        return out * _by_token(extras[0])
     return _with_outliers(out, extras[0]) if codec.outliers else out
+
+
+def _token_scales(x: Tensor) -> Tensor:
+    """The root mean square of each token's channels in all heads, half ``[B, T, 1]``; 1 where that
+    is 0."""
+    scales = rounded_to(x.square().mean((1, 3)).sqrt(), torch.float16)
+    return torch.where(scales > 0, scales, 1.0).unsqueeze(2)
+
+
+def _by_token(scales: Tensor) -> Tensor:
+    """``scales``, to be multiplied with ``[B, H, T, D]``."""
+    return scales.float().unsqueeze(1)
 
 
 def _ranges(codec: Codec, x: Tensor, qparams: Tensor | None) -> tuple[Tensor, Tensor | None]:

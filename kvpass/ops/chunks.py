@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import Codec
-from kvpass.format.quantize import encode
+from kvpass.format.quantize import decode, encode
 from kvpass.format.state import State
 from kvpass.ops.append import APPEND_ARGUMENTS
 from kvpass.ops.attention import (
@@ -25,7 +25,7 @@ from kvpass.ops.attention import (
 )
 from kvpass.ops.cos_sin import rotated
 from kvpass.ops.library import define, returns_nothing
-from kvpass.ops.unpack import decoded, unpack_fake
+from kvpass.ops.unpack import unpack_fake
 
 REORDER = "reorder_chunks(Tensor new, Tensor[] scatter_index, str plan) -> Tensor[]"
 EXTEND = "extend_chunks(Tensor(a!)[] state, Tensor new, Tensor[] scatter_index, str plan) -> ()"
@@ -162,7 +162,7 @@ def _unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
     p = cast(ChunkedPlan, s.plan)
     stored = torch.cat(
         [
-            decoded(codec, [s[name] for name in p.segment_fields(segment)], dtype)
+            decode(codec, [s[name] for name in p.segment_fields(segment)], dtype)
             for segment, codec in enumerate(p.codecs)
         ],
         dim=2,
@@ -182,7 +182,7 @@ def decoded_chunk(state: State, plan: ChunkedPlan, segment: int, row: int, first
     names = plan.segment_fields(segment)
     parts = [plan.layout[n].tokens(state[n][row : row + 1], first, plan.chunk) for n in names]
     codec = plan.codecs[segment]
-    return decoded(codec, parts, parts[0].dtype if codec.identity else torch.float32)[0]
+    return decode(codec, parts, parts[0].dtype if codec.identity else torch.float32)[0]
 
 
 define(REORDER, reorder_chunks, reorder_chunks_fake)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from kvpass.format.codec import Codec
 from kvpass.format.filters import with_retained
 from kvpass.format.quantize import decode
 from kvpass.format.state import State
@@ -69,19 +66,11 @@ def read_packed(state: State, first: int, end: int, dtype: torch.dtype) -> Tenso
     for slot, _, n in ring_runs(start, end - start, state.capacity):
         fields = state.layout.encoded()
         parts = [state[f.name] if f.constant else f.tokens(state[f.name], slot, n) for f in fields]
-        runs.append(decoded(codec, parts, dtype))
+        runs.append(decode(codec, parts, dtype))
     out = torch.cat(runs, dim=2)[:, :, first - start :]
     if not plan.retained:
         return out
     return with_retained(out, first + plan.sinks, state.retained, state.positions)
-
-
-def decoded(codec: Codec, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Inverse of `kvpass.format.quantize.encode`, which has made ``parts``."""
-    if codec.identity:
-        return parts[0].to(dtype)
-    words, qparams, *extras = parts
-    return decode(codec, words, qparams, dtype, *extras)
 
 
 def unpack_fake(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:

@@ -58,6 +58,16 @@ template <bool HALVES, int HALF, class Scalar> inline void rotate_key(const Scal
   }
 }
 
+// Multiplies tokens by their factors.
+template <class X, class Number> void scale_tokens(const Number* factors, int count, float* out) {
+  for (int t = 0; t < count; t++, out += STRIDE<X>) {
+    const float factor = to_float(factors[t]);
+    each_vector<X::DIM>([&](auto at, auto width) {
+      store<width>(out + at, load<Floats, width>(out + at) * factor);
+    });
+  }
+}
+
 // Tokens start ... start + count of the keys or the values go to out, STRIDE<X> numbers apart.
 template <class A, class X>
 void decode_tokens(const Pair<A>& pair, const Stored<X>& stored, int64_t start, int count, float* out) {
@@ -67,6 +77,8 @@ void decode_tokens(const Pair<A>& pair, const Stored<X>& stored, int64_t start, 
       [&](int64_t slot, int first, int n) {
         float* place = out + first * STRIDE<X>;
         if constexpr (X::PACKED) decode<STRIDE<X>>(x, pair.pair, slot, n, place);
+        if constexpr (X::TOKEN_SCALES > 0)
+          scale_tokens<X>(x.token_scales + pair.batch * x.capacity + slot, n, place);
         if constexpr (X::OUTLIERS > 0)
           put_outliers<X::OUTLIERS, X::DIM, STRIDE<X>>(
               x.outliers_of(pair.batch, slot), n, pair.pair % x.heads, place);

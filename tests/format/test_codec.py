@@ -16,6 +16,8 @@ from kvpass.format.quantize import decode, encode, join_qparams, rounded_to, spl
 from kvpass.format.words import BY_BITS, PACK11, TERNARY, WordFormat
 from tests.strategies import HEAD_DIMS, SEEDS, codecs, randn, tensors
 
+# Codecs whose codes and qparams say all of a token, whatever the other tokens.
+ALONE = {"pack11": False, "scale_by_token": False}
 CODECS = st.sampled_from(HEAD_DIMS).flatmap(codecs)
 # The fp8-e4m3 numbers that are not negative, by their codes.
 FP8 = np.array([m / 8 * 2.0**-6 for m in range(8)] + [
@@ -155,16 +157,32 @@ def test_params_round_trip_bit_for_bit():
 @given(tensors(tokens=st.integers(1, 3)), st.data())
 def test_layout_is_the_documented_one(x, data):
     d = x.shape[3]
-    codec = data.draw(codecs(d))
+    codec = replace(data.draw(codecs(d)), scale_by_token=False)
     x = whole_groups(x, codec)
     words, params = encode(codec, x)
     expected_words, expected_params = numpy_encode(x.float().numpy(), codec)
     np.testing.assert_array_equal(words.numpy(), expected_words)
     np.testing.assert_array_equal(params.numpy(), expected_params)
-    decoded = decode(codec, words, params, torch.float32)
+    decoded = decode(codec, (words, params), torch.float32)
     plain = numpy_decode(words.numpy(), params.numpy(), codec, d)
     # code * scale has 8 + 11 bits: exact in float32, so that only the addition rounds, once.
     np.testing.assert_array_equal(decoded.numpy(), plain.astype(np.float32))
+
+
+@given(tensors(tokens=st.integers(1, 3)), st.data())
+def test_tokens_are_scaled_to_one_variance(x, data):
+    codec = replace(data.draw(codecs(x.shape[3])), scale_by_token=True)
+    plain, x = replace(codec, scale_by_token=False), whole_groups(x, codec)
+    x[:, :, :1] = 0
+    *parts, scales = encode(codec, x)
+    norms = x.double().square().mean((1, 3)).sqrt()
+    factors = torch.where(norms.half() > 0, norms, 1)
+    torch.testing.assert_close(scales[..., 0].double(), factors, rtol=2**-10, atol=2**-24)
+    factors = scales.float().unsqueeze(1)
+    for part, wanted in zip(parts, encode(plain, x / factors), strict=True):
+        assert torch.equal(part, wanted)
+    decoded = decode(plain, parts, torch.float32) * factors
+    assert torch.equal(decode(codec, (*parts, scales), torch.float32), decoded)
 
 
 # Let L = 2^bits - 1, lo and hi the ends of a group, s = (hi - lo) / L, s' and m' the halves stored
@@ -179,11 +197,11 @@ def test_layout_is_the_documented_one(x, data):
 @given(tensors(tokens=st.integers(1, 3)), st.data())
 def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
     # (Where 11 codes share 32 bits, some saturate: tests/format/test_words.py.)
-    codec = replace(data.draw(codecs(x.shape[3])), clip=1.0, pack11=False)
+    codec = replace(data.draw(codecs(x.shape[3])), clip=1.0, **ALONE)
     fp8 = codec.qparams == "fp8"
     # Numbers and ranges beyond 448 saturate.
     x = whole_groups(x.clamp(-200, 200) if fp8 else x, codec)
-    decoded = decode(codec, *encode(codec, x), torch.float32)
+    decoded = decode(codec, encode(codec, x), torch.float32)
     exact, axis = by_group(x.double().numpy(), codec)
     low, high = exact.min(axis, keepdims=True), exact.max(axis, keepdims=True)
     levels = levels_of(codec)
@@ -201,7 +219,7 @@ def test_error_is_half_a_step_plus_the_rounding_of_scale_and_minimum(x, data):
 # where clipping puts the ends of a group, x comes back as the nearer end.
 @given(tensors(tokens=st.integers(1, 3)), st.data())
 def test_clipped_elements_come_back_as_the_end_of_the_range(x, data):
-    codec = replace(data.draw(codecs(x.shape[3])), pack11=False)
+    codec = replace(data.draw(codecs(x.shape[3])), **ALONE)
     x = whole_groups(x, codec)
     words, params = encode(codec, x)
     if codec.axis == "token":
@@ -214,7 +232,7 @@ def test_clipped_elements_come_back_as_the_end_of_the_range(x, data):
         params = params.transpose(2, 3)
     exact, decoded = (
         by_group(t.double().numpy(), codec)[0]
-        for t in (x, decode(codec, words, params, torch.float32))
+        for t in (x, decode(codec, (words, params), torch.float32))
     )
     slack = 2**-22 * (np.abs(low) + np.abs(high) + np.abs(exact))
     assert (np.abs(decoded - np.clip(exact, low, high)) <= step / 2 + slack).all()
@@ -233,15 +251,15 @@ def test_clipping_of_skvq():
         .repeat(1, 1, 1, 2)
     )
     codec = Codec(2, "token", 8, clip=0.5)
-    decoded = decode(codec, *encode(codec, x), torch.float32)[0, 0, 0, :8]
+    decoded = decode(codec, encode(codec, x), torch.float32)[0, 0, 0, :8]
     # ChunkFormat from -0.5 to 1 in steps of 0.5.
     assert decoded.tolist() == [-0.5, -0.5, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
 
 
-@given(CODECS, st.floats(-60000, 60000, width=32))
+@given(CODECS.map(lambda c: replace(c, scale_by_token=False)), st.floats(-60000, 60000, width=32))
 def test_constant_groups_decode_to_the_stored_minimum(codec, value):
     x = torch.full((1, 2, codec.token_group * 2, fitting_dim(codec)), value)
-    decoded = decode(codec, *encode(codec, x), torch.float32)
+    decoded = decode(codec, encode(codec, x), torch.float32)
     number = torch.float16 if codec.qparams == "half" else torch.float8_e4m3fn
     assert torch.equal(decoded, rounded_to(x * codec.clip, number).float())
 
@@ -254,7 +272,7 @@ def test_huge_values_saturate_and_never_decode_to_nan(codec, size, one_sided, se
     scale, minimum = split_qparams(encode(codec, x)[1])
     assert scale.isfinite().all()
     assert minimum.isfinite().all()
-    assert decode(codec, *encode(codec, x), torch.float32).isfinite().all()
+    assert decode(codec, encode(codec, x), torch.float32).isfinite().all()
 
 
 def test_rounding_saturates():
@@ -266,7 +284,7 @@ def test_rounding_saturates():
 
 
 @given(
-    CODECS.map(lambda c: replace(c, clip=1.0, qparams="half", pack11=False)),
+    CODECS.map(lambda c: replace(c, clip=1.0, qparams="half", **ALONE)),
     st.integers(-45, -8),
     SEEDS,
 )
@@ -274,7 +292,7 @@ def test_ranges_below_the_least_scale_decode_to_the_minimum(codec, exponent, see
     d = fitting_dim(codec)
     x = randn(1, 1, codec.token_group, d, seed=seed) * 10.0**exponent
     words, params = encode(codec, x)
-    decoded, levels = decode(codec, words, params, torch.float32), levels_of(codec)
+    decoded, levels = decode(codec, (words, params), torch.float32), levels_of(codec)
     assert decoded.isfinite().all()
     scale, minimum = split_qparams(params)
     dead = scale == 0
@@ -450,8 +468,9 @@ def test_bits_per_element_is_what_encode_returns(x, data):
     codec = data.draw(codecs(x.shape[3]))
     x = whole_groups(x, codec)
     held = sum(8 * part.nbytes for part in encode(codec, x))
-    assert held / x.numel() == pytest.approx(codec.bits_per_element(x.shape[3]))
-    assert codec.bits_per_element(x.shape[3]) >= codec.bits_per_element() - 1e-9
+    assert held / x.numel() == pytest.approx(codec.bits_per_element(x.shape[3], x.shape[1]))
+    plain = replace(codec, scale_by_token=False)
+    assert plain.bits_per_element(x.shape[3]) >= plain.bits_per_element() - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -479,5 +498,5 @@ def test_decoding_rounds_once_to_the_wanted_dtype(x, data):
     encoded = encode(codec, whole_groups(x, codec))
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(
-            decode(codec, *encoded, dtype), decode(codec, *encoded, torch.float32).to(dtype)
+            decode(codec, encoded, dtype), decode(codec, encoded, torch.float32).to(dtype)
         )

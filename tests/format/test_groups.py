@@ -76,7 +76,7 @@ def test_every_group_is_encoded_as_if_alone(kind, seed):
     wanted = wanted.unflatten(3, (joined, DIM)).transpose(2, 3).reshape(x.shape)
     assert torch.equal(fake_quantize(codec, x), wanted)
     words, params = encode(codec, x)
-    assert torch.equal(decode(codec, words, params, torch.float32), wanted)
+    assert torch.equal(decode(codec, (words, params), torch.float32), wanted)
     bits = 8 * (words.nbytes + params.nbytes) / x.numel()
     assert bits == pytest.approx(codec.bits_per_element(DIM))
 

@@ -118,7 +118,7 @@ def test_keys_are_those_of_the_paper(name: str, seed: int) -> None:
     params = static_qparams(codec, low, high)
     words, kept, *extra = encode(codec, x, params.unsqueeze(0))
     assert torch.equal(kept, params.unsqueeze(0))
-    got = decode(codec, words, kept, torch.float32, *extra)
+    got = decode(codec, (words, kept, *extra), torch.float32)
     wanted, places = keys_by_the_paper(x.numpy(), low.numpy(), high.numpy(), codec)
     assert_close(got, torch.from_numpy(wanted), rtol=0, atol=1e-6)
     assert_close(fake_quantize(codec, x, params), got, rtol=0, atol=0)
@@ -130,7 +130,7 @@ def test_keys_are_those_of_the_paper(name: str, seed: int) -> None:
 def test_values_are_those_of_the_paper(name: str, seed: int) -> None:
     codec, x = VALUES[name], randn(2, H, 7, D, seed=seed)
     words, params, *extra = encode(codec, x)
-    got = decode(codec, words, params, torch.float32, *extra)
+    got = decode(codec, (words, params, *extra), torch.float32)
     wanted, places = values_by_the_paper(x.numpy(), codec)
     assert_close(got, torch.from_numpy(wanted), rtol=0, atol=1e-6)
     assert_close(fake_quantize(codec, x), got, rtol=0, atol=0)
@@ -209,4 +209,4 @@ def test_outliers_of_equal_values(batch: int, tokens: int, seed: int) -> None:
     x = torch.full((batch, H, tokens, D), float(seed % 7))
     codec = VALUES["nuq3-1%"]
     words, params, outliers = encode(codec, x)
-    assert torch.equal(decode(codec, words, params, torch.float32, outliers), x)
+    assert torch.equal(decode(codec, (words, params, outliers), torch.float32), x)

@@ -82,12 +82,13 @@ def test_segments_and_state_names(plan):
         assert plan.layout.names == ("codes", "segment_ends")
         assert plan.packed(37) == 37
         return
+    extras = ("token_scales",) * plan.codec.scale_by_token
     if plan.sinks:
         assert plan.segments == (Segment(FP, plan.sinks), Segment(plan.codec), ring)
-        assert plan.layout.names == (*exact, "sinks", "segment_ends")
+        assert plan.layout.names == (*exact, "sinks", *extras, "segment_ends")
     else:
         assert plan.segments == (Segment(plan.codec, None), ring)
-        assert plan.layout.names == (*exact, "segment_ends")
+        assert plan.layout.names == (*exact, *extras, "segment_ends")
     assert plan.ring == plan.retention.window + plan.retention.pack_every + MAX_STEP - 1
     assert plan.packed(37) == plan.retention.due(37 - plan.sinks)
 

@@ -147,6 +147,10 @@ def test_a_key_that_is_no_number_is_an_outlier():
 @pytest.mark.parametrize("name", TAKEN)
 def test_unpack(name):
     for plan, state in zip(TAKEN[name], states_of(TAKEN[name], 70, torch.float32, 2), strict=True):
-        assert unpack.unsupported_reason(state, 70, plan, torch.float32) is None
+        reason = unpack.unsupported_reason(state, 70, plan, torch.float32)
+        if name == "token-scales":
+            assert reason == "token scales are not supported"
+            continue
+        assert reason is None
         got, expected = (op(state, 70, plan, torch.float32) for op in (unpack.unpack, ops.unpack))
         assert relative_error(got, expected) <= FP32_TOLERANCE
