@@ -40,7 +40,8 @@ def test_links_lead_somewhere(name):
 def test_files_that_are_named_exist(name):
     named = re.findall(r"`((?:kvpass|lowering|triton_templates|tests|examples)/[\w./]+)`",
                        (ROOT / name).read_text())  # fmt: skip
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    missing = [path for path in named if "NAME" not in path and not (ROOT / path).exists()]
+    assert missing == []
 
 
 def test_templates_are_short():
@@ -60,7 +61,7 @@ def docstrings(path: Path):
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb():
-    first = re.compile(r"(Of|That|Which|Those|Raises)\b")
+    first = re.compile(r"(Of|That|Which|Those)\b|Raises:")
     found = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in PRODUCT

@@ -44,7 +44,7 @@ from kvpass.graph import orders
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
 from kvpass.plan import Plan
-from kvpass.recipes import Kvmix, written_recipe
+from kvpass.recipes import written_recipe
 from kvpass.runtime import PackedCallable
 
 # Heads of an 8B Llama, and fewer of them.
@@ -147,9 +147,10 @@ def dry_run(route: Route) -> list[GraphFindings]:
 
 
 def _plan(name: str) -> Plan:
-    """A plan of random tokens for two layers; of KVmix's, one is important."""
+    """A plan of random tokens for two layers; one is important where a recipe has a share of
+    important layers."""
     tokens = [torch.randn(1, _SHAPE.kv_heads, 256, HEAD_DIM, device="cpu") for _ in range(2)]
-    if isinstance(written_recipe(name), Kvmix):
+    if hasattr(written_recipe(name), "share"):
         layers = {str(i): layer_plan(f"{name},share={i}.0", *tokens) for i in range(2)}
         return Plan(layers["0"], layers, recipe=name)
     return Plan(layer_plan(name, *tokens), recipe=name)

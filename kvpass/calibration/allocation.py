@@ -135,7 +135,7 @@ def _totals(choices: Sequence[_Choice], tensors: Mapping[Name, Sequence[float]])
 def _solve(
     in_layer: NDArray[np.bool_], wanted: Floats, limited: Floats, limit: float
 ) -> NDArray[np.bool_] | None:
-    """Which choices to take: one of every layer ``[layers, choices]``, so that ``limited`` sums up
+    """The choices to take: one of every layer ``[layers, choices]``, so that ``limited`` sums up
     to ``limit`` at most and ``wanted`` to the least; None if there are none."""
     # The solver's tolerances are absolute.
     scale = max(limit, 1e-30)

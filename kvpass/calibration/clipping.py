@@ -85,7 +85,7 @@ class _Queries:
         self._weights = sample.weights(self._products, positions)
 
     def _rounded(self, plan: TensorPlan) -> Tensor:
-        """Which tokens each query finds rounded, ``[Hq / H * n, T]``."""
+        """Masks of the tokens that each query finds rounded, ``[Hq / H * n, T]``."""
         token = torch.arange(self._weights.shape[3], device=self._positions.device)
         beyond = token < (self._positions - plan.retention.window).unsqueeze(1)
         heads_per_group = self._weights.shape[2] // len(self._positions)
