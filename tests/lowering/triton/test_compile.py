@@ -128,7 +128,7 @@ def test_long_prompts_fit_into_a_grid():
         assert launch.grid[0] >= tokens // 128
         assert all(size < 65_536 for size in launch.grid[1:])
     wide = torch.empty(8192, 8, 4, 64, dtype=torch.float16, device="meta")
-    assert layouts.unsupported_pairs(wide) == "the batch has 65536 heads; the kernels take 65535"
+    assert layouts.unsupported_heads(wide) == "the batch has 65536 heads; the kernels take 65535"
 
 
 def test_the_disassembler_is_missing(monkeypatch):

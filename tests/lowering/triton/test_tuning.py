@@ -120,7 +120,7 @@ def test_another_process_measures_nothing(tmp_path):
     assert choose(FakeTimer({best: 0.5})) == best
     (file,) = tmp_path.glob("attention_sizes_*.json")
     program = (
-        "import torch, tests.lowering.test_tuning as t\n"
+        "import torch, tests.lowering.triton.test_tuning as t\n"
         "t.tuning.device_facts = lambda device: {'device': 'a GPU'}\n"
         "t.torch.cuda.is_current_stream_capturing = lambda: False\n"
         "timer = t.FakeTimer()\n"
