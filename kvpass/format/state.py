@@ -57,6 +57,8 @@ class State(StateTensors):
 
     def __init__(self, tensors: Sequence[Tensor], plan: TensorPlan) -> None:
         self.plan = plan
+        # In the order in which ops take them.
+        self.tensors = list(tensors)
         self.__dict__.update(zip(plan.layout.names, tensors, strict=False))
 
     @staticmethod
@@ -75,11 +77,6 @@ class State(StateTensors):
     def layout(self) -> StateLayout:
         """The fields that these tensors are."""
         return self.plan.layout
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors in the order in which ops take them."""
-        return [self[f.name] for f in self.layout.fields if f.name in self]
 
     @property
     def tokens(self) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpass.errors import KernelError
 from kvpass.format.rope import Rope
+from kvpass.format.state import State
 from lowering.cpp.constants import unsupported_device, unsupported_writing
 from lowering.cpp.library import tensor_function, unsupported_function
 from lowering.cpp.structs import dense, state_numbers, token_numbers
@@ -70,7 +71,11 @@ def append(
         wide = cos_sin.dtype == torch.float32
         rotary = (cos_sin.data_ptr(), *strides, wide, *_rope_pairs(rope))
     room = tensor_function("append", plan, dim, new.dtype, segments)(
-        *state_numbers(state, plan), *token_numbers(new), count, torch.get_num_threads(), *rotary
+        *state_numbers(State.of(state, plan), plan),
+        *token_numbers(new),
+        count,
+        torch.get_num_threads(),
+        *rotary,
     )
     if room >= 0:
         raise KernelError(

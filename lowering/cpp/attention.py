@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpass.format.state import State
 from kvpass.ops.attention import AttentionArguments
 from lowering.cpp.constants import (
     DTYPES,
@@ -55,11 +56,11 @@ class Kernel(NamedTuple):
     segment: bool
 
     @classmethod
-    def of(cls, a: AttentionArguments, segment: bool) -> Kernel:
-        """The kernel that these arguments need."""
-        keys, values = a.states
-        dims = int(keys.tokens.shape[3]), int(values.tokens.shape[3])
-        return cls(a.k_plan, a.v_plan, *dims, a.q.dtype, _rows(a.q, keys.codes), segment)
+    def of(cls, a: AttentionArguments, keys: State, values: State, segment: bool) -> Kernel:
+        """The kernel that these arguments, with these states, need."""
+        k_dim, v_dim = int(a.q.shape[3]), int(values.tokens.shape[3])
+        rows = _rows(a.q, keys.codes)
+        return cls(a.k_plan, a.v_plan, k_dim, v_dim, a.q.dtype, rows, segment)
 
     @property
     def constants(self) -> tuple[Constants, Constants]:
@@ -120,7 +121,7 @@ def unsupported_arguments(a: AttentionArguments, segment: bool = False) -> str |
         return reason
     if mask is not None and mask.dtype not in _KINDS:
         return f"the mask is {mask.dtype}"
-    kernel = Kernel.of(a, segment)
+    kernel = Kernel.of(a, keys, values, segment)
     plans = (a.k_plan, kernel.k_dim), (a.v_plan, kernel.v_dim)
     if reason := next(filter(None, (unsupported_plan(*plan) for plan in plans)), None):
         return reason
@@ -169,21 +170,21 @@ def _function(kernel: Kernel) -> Callable[[bytes], None]:
 
 def _attend(a: AttentionArguments, segment: bool = False, *more: int) -> Tensor:
     """Attends to all tokens, or to those of one ``segment`` with ``more`` arguments."""
-    q, mask, sinks, plan = dense(a.q), a.mask, a.sinks, a.states[0].plan
-    kernel = Kernel.of(a, segment)
+    q, mask, sinks, (keys, values) = dense(a.q), a.mask, a.sinks, a.states
+    kernel = Kernel.of(a, keys, values, segment)
     batch, heads, queries, _ = q.shape
     if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
     out = q.new_empty((batch, heads, queries, kernel.v_dim))
     _function(kernel)(
         attention_struct(a.k_plan, a.v_plan, segment).pack(
-            *state_numbers(a.keys, a.k_plan), *state_numbers(a.values, a.v_plan),
+            *state_numbers(keys, a.k_plan), *state_numbers(values, a.v_plan),
             *token_numbers(q),
             *((0,) * 6 if mask is None else _mask_numbers(mask)),
             *((0, 0) if sinks is None else (sinks.data_ptr(), _KINDS[sinks.dtype])),
-            out.data_ptr(), heads // a.keys[0].shape[1] * queries, queries,
-            a.causal, a.window, plan.window_size or 0, torch.get_num_threads(), a.scale, a.softcap,
-            *more,
+            out.data_ptr(), heads // keys.codes.shape[1] * queries, queries,
+            a.causal, a.window, keys.plan.window_size or 0, torch.get_num_threads(),
+            a.scale, a.softcap, *more,
         )
     )  # fmt: skip
     return out

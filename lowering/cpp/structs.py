@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -92,13 +92,12 @@ def state_struct(name: str, plan: str, shared: bool = False) -> Struct:
     return Struct(name, (*pointers, *_BESIDE_TENSORS), f"Cache<{name}>")
 
 
-def state_numbers(state: Sequence[Tensor], plan: str) -> tuple[int, ...]:
-    """The members of a `state_struct` for these tensors."""
-    s = State.of(state, plan)
+def state_numbers(s: State, plan: str) -> tuple[int, ...]:
+    """The members of a `state_struct` for the tensors of a state with this printed plan."""
     batch, heads, capacity = s.codes.shape[:3]
     ring = s.window.shape[2] if "window" in s else 0
     stride, room = (row_stride(s.cos_sin), s.cos_sin.shape[1]) if "cos_sin" in s else (0, 0)
-    addresses = (*(t.data_ptr() for t in state), batch, heads, capacity, ring, stride, room)
+    addresses = (*(t.data_ptr() for t in s.tensors), batch, heads, capacity, ring, stride, room)
     return (*addresses, *_calibrated(plan, heads, s.tokens.shape[3]))
 
 

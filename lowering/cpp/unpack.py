@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpass.format.state import State
 from lowering.cpp.constants import unsupported_device, unsupported_reading
 from lowering.cpp.library import tensor_function, unsupported_function
 from lowering.cpp.structs import state_numbers
@@ -30,10 +31,10 @@ def unsupported_reason(
 
 def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
     """As `kvpass.ops.unpack.unpack`, for arguments that are supported."""
-    exact = exact_tokens(state, plan)
-    batch, heads, _, dim = exact.shape
-    out = exact.new_empty((batch, heads, tokens, dim))
+    s = State.of(state, plan)
+    batch, heads, _, dim = s.tokens.shape
+    out = s.tokens.new_empty((batch, heads, tokens, dim))
     tensor_function("unpack", plan, dim, dtype)(
-        *state_numbers(state, plan), out.data_ptr(), tokens, torch.get_num_threads()
+        *state_numbers(s, plan), out.data_ptr(), tokens, torch.get_num_threads()
     )
     return out
