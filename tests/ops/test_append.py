@@ -158,7 +158,7 @@ def test_poison_reaches_every_kind_of_memory():
     for words in (codes, grown):
         assert (words == torch.iinfo(torch.int16).max).all()
     assert (ends == torch.iinfo(torch.int32).max).all()
-    assert decode(plan.codec, codes[:, :, :8], params[:, :, :1], torch.float32).isnan().all()
+    assert decode(plan.codec, (codes[:, :, :8], params[:, :, :1]), torch.float32).isnan().all()
 
 
 def test_sinks_stay_exact():

@@ -432,7 +432,8 @@ def test_nbytes_is_the_sum_of_the_formula(plan, batch, tokens):
         codes = rows * capacity * 2 * codec.words.count(80)
         params = rows * capacity * 80 // codec.group * (2 if codec.qparams == "fp8" else 4)
         exact = rows * (plan.ring + plan.sinks) * 80 * 4
-        expected = codes + params + exact + batch * len(plan.segments) * 4
+        scales = 2 * batch * capacity * codec.scale_by_token
+        expected = codes + params + scales + exact + batch * len(plan.segments) * 4
     assert x.nbytes == expected
 
 
@@ -449,7 +450,7 @@ def test_kivi_2bit_takes_at_most_3_3_bits(role):
 def test_bits_per_element_counts_what_is_used(plan, tokens):
     x = packed(str(plan), tokens, batch=1)
     count = plan.packed(tokens)
-    stored = x.plan.codec.bits_per_element(16) if not plan.codec.identity else 32
+    stored = x.plan.codec.bits_per_element(16, 2) if not plan.codec.identity else 32
     bits = count * stored + (tokens - count) * 32
     ends = 8 * 4 * len(plan.segments) / (2 * 16 * tokens)
     assert x.bits_per_element == pytest.approx(bits / tokens + ends)
