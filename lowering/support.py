@@ -27,9 +27,9 @@ def unbounded(plan: TensorPlan) -> TensorPlan:
     return replace(plan, window_size=None, room=None)
 
 
-def exact_tokens(state: Sequence[Tensor], plan: str) -> Tensor:
-    """The tensor of a state that holds tokens ``[B, H, ..., D]`` in the model's dtype."""
-    return State.of(state, plan).tokens
+def dense(x: Tensor) -> Tensor:
+    """``x``, or a copy of it whose last dimension is dense."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def row_stride(rows: Tensor) -> int:

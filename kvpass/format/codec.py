@@ -10,8 +10,10 @@ Layout (the same on every device, so that kernels and reference exchange bytes):
   ``minimum << 8 | scale``, both fp8-e4m3.
 * *outliers*, int32 ``[B, T, N]``: elements of a token that are stored as they are, ``value << 16 |
   position``: IEEE half, and ``head * D + channel``, or ``0xFFFF`` for none.
+* *token_scales*, half ``[B, T, 1]``: the factor of each token.
 
-An element decodes to ``code * scale + minimum``, or ``codebook[code] * scale + minimum``.
+An element decodes to ``code * scale + minimum``, or ``codebook[code] * scale + minimum``, times
+the factor of its token, if it has one.
 """
 
 from __future__ import annotations

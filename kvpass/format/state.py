@@ -21,7 +21,7 @@ class StateTensors:
         qparams: scales and minima, see `kvpass.format.codec`.
         window: exact tokens ``[B, H, ring, D]``, token ``t`` at slot ``t % ring``.
         sinks: the first tokens ``[B, H, S, D]``.
-        outliers: int32 ``[B, C, N]`` of packed tokens.
+        outliers, token_scales: int32 ``[B, C, N]`` and half ``[B, C, 1]`` of packed tokens.
         retained, positions: tokens ``[B, H, N, D]`` that a filter keeps exact, and their positions,
             int32 ``[B, H, N]`` (-1: none).
         segment_ends: int32 ``[B, segments]``, the position at which each segment ends.
@@ -34,6 +34,7 @@ class StateTensors:
     window: Tensor
     sinks: Tensor
     outliers: Tensor
+    token_scales: Tensor
     retained: Tensor
     positions: Tensor
     segment_ends: Tensor

@@ -13,8 +13,8 @@ from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from lowering.cpp.constants import unsupported_device, unsupported_writing
 from lowering.cpp.library import tensor_function, unsupported_function
-from lowering.cpp.structs import dense, state_numbers, token_numbers
-from lowering.support import exact_tokens, row_stride, unsupported_gaps
+from lowering.cpp.structs import state_numbers, token_numbers
+from lowering.support import dense, row_stride, unsupported_gaps
 
 
 def unsupported_reason(
@@ -28,7 +28,7 @@ def unsupported_reason(
 ) -> str | None:
     """Why C++ declines these arguments of ``kvpass::append``, or None. ``segments``: ends of a
     sequence in a state of tokens stored as they are, of which the last one is theirs."""
-    exact, dim = exact_tokens(state, plan), int(new.shape[3])
+    exact, dim = State.of(state, plan).tokens, int(new.shape[3])
     if new.dtype != exact.dtype:
         return f"new tokens are {new.dtype}, those of the cache {exact.dtype}"
     if cos_sin is not None and cos_sin.dtype not in (new.dtype, torch.float32):

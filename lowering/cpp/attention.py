@@ -22,12 +22,11 @@ from lowering.cpp.library import load_function, native_lanes, source, unsupporte
 from lowering.cpp.structs import (
     TOKENS,
     attention_struct,
-    dense,
     state_numbers,
     state_struct,
     token_numbers,
 )
-from lowering.support import unsupported_formats, unsupported_gaps
+from lowering.support import dense, unsupported_formats, unsupported_gaps
 
 # Query rows whose sums, and those of the tokens beside them, fill the registers (gemv.h). For more,
 # tokens are decoded first, and rows fill vectors (gemm.h): of 8 numbers for so many rows, else of

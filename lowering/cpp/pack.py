@@ -9,8 +9,8 @@ from kvpass.format.parse import parse_plan
 from kvpass.format.state import empty_state
 from lowering.cpp.constants import unsupported_device, unsupported_writing
 from lowering.cpp.library import tensor_function, unsupported_function
-from lowering.cpp.structs import dense, state_numbers, token_numbers
-from lowering.support import unbounded
+from lowering.cpp.structs import state_numbers, token_numbers
+from lowering.support import dense, unbounded
 
 
 def _unbounded(plan: str) -> str:

@@ -143,11 +143,6 @@ ROTARY = Struct(
 )
 
 
-def dense(x: Tensor) -> Tensor:
-    """``x``, or a copy of it whose last dimension is dense."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def token_numbers(x: Tensor) -> tuple[int, ...]:
     """The members of `TOKENS` for a tensor with a dense last dimension."""
     return (x.data_ptr(), *x.stride()[:3])

@@ -11,14 +11,14 @@ from kvpass.format.state import State
 from lowering.cpp.constants import unsupported_device, unsupported_reading
 from lowering.cpp.library import tensor_function, unsupported_function
 from lowering.cpp.structs import state_numbers
-from lowering.support import exact_tokens, unsupported_conversion, unsupported_gaps
+from lowering.support import unsupported_conversion, unsupported_gaps
 
 
 def unsupported_reason(
     state: Sequence[Tensor], tokens: int | torch.SymInt, plan: str, dtype: torch.dtype
 ) -> str | None:
     """Why C++ declines these arguments of ``kvpass::unpack``, or None."""
-    exact = exact_tokens(state, plan)
+    exact = State.of(state, plan).tokens
     dim = int(exact.shape[3])
     return (
         unsupported_conversion(exact, dtype)

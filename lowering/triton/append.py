@@ -11,7 +11,7 @@ from kvpass.format.retention import MAX_STEP
 from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from lowering.codegen import load_kernels
-from lowering.support import row_stride
+from lowering.support import dense, row_stride
 from lowering.triton.heuristics import encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
@@ -33,7 +33,7 @@ def unsupported_reason(
     state: Sequence[Tensor],
     new: Tensor,
     plan: str,
-    rows: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     rope: str | None = None,
 ) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::append``, or None."""
@@ -42,7 +42,7 @@ def unsupported_reason(
     if new.shape[2] > MAX_STEP:
         return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
     plan = str(stored(parse_plan(plan)))
-    if rows is not None and (reason := unsupported_dtype(rows, "a row of cosines and sines")):
+    if cos_sin is not None and (reason := unsupported_dtype(cos_sin, "a row of cosines and sines")):
         return reason
     return (
         unsupported_device(new)
@@ -55,7 +55,7 @@ def append(
     state: list[Tensor],
     new: Tensor,
     plan: str,
-    rows: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     rope: str | None = None,
 ) -> None:
     """As `kvpass.ops.append.append`, for arguments that are supported."""
@@ -64,17 +64,16 @@ def append(
     layout = layout_of(str(p), head_dim)
     sizes = {"NEW": steps, "WINDOW": p.retention.window, "PACK_EVERY": p.retention.pack_every}
     padded = next_power_of_2(steps)
-    if new.stride(3) != 1:
-        new = new.contiguous()
+    new = dense(new)
     arguments = [*state, new, capacity_tiles(s), new.stride(0), new.stride(1), new.stride(2)]
-    if rows is None or rope is None:
+    if cos_sin is None or rope is None:
         kernels = load_kernels("append", layout=layout)
     else:
         r = Rope.parse(rope)
         rotated = (r.start, r.stop, r.kind == "neighbours")
         kernels = load_kernels("append", layout=layout, rope=rotated)
-        rows = rows.contiguous()
-        arguments += [rows, row_stride(rows), rows.stride(1)]
+        cos_sin = cos_sin.contiguous()
+        arguments += [cos_sin, row_stride(cos_sin), cos_sin.stride(1)]
     if layout.cross_head:
         together = head_constants(layout, heads)
         launch(

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass.format.retention import MAX_STEP
 from kvpass.ops.attention import AttentionArguments
 from lowering.codegen import load_kernels
-from lowering.support import interpreted, unsupported_formats
+from lowering.support import dense, interpreted, unsupported_formats
 from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes, dequant_first
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
@@ -145,8 +145,7 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
     partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
     statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
     out = q.new_empty((batch, heads, queries, value_dim))
-    if q.stride(3) != 1:
-        q = q.contiguous()
+    q = dense(q)
     kind, mask, mask_strides = _mask_arguments(q, mask)
     if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()

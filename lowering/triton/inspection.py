@@ -41,7 +41,6 @@ _DEFAULT_WARPS = 4
 # Thread instructions a second (multiprocessors * 128 lanes * boost clock) and 90% of the memory's
 # bytes a second, by compute capability: A100 80 GB SXM and H200 SXM, from NVIDIA's data sheets.
 _RATES = {80: (19.5e12, 1.83e12), 90: (33.5e12, 4.3e12)}
-CAPABILITIES = tuple(_RATES)
 _OUTLIER_BYTES = 4
 
 

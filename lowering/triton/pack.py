@@ -7,7 +7,7 @@ from torch import Tensor
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import empty_state
 from lowering.codegen import load_kernels
-from lowering.support import unbounded
+from lowering.support import dense, unbounded
 from lowering.triton.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
@@ -50,8 +50,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     # Where tokens are packed at all, less than a packed run beyond the window stays exact.
     tail = 0 if layout.identity else p.sinks + p.retention.window + p.retention.pack_every - 1
     tail_programs = -(-tail // COPIED_TOKENS)
-    if new.stride(3) != 1:
-        new = new.contiguous()
+    new = dense(new)
     strides = (new.stride(0), new.stride(1), new.stride(2))
     arguments = (*state.tensors, new, capacity_tiles(state), *strides)
     if layout.cross_head:

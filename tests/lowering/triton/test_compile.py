@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvpass._torch import FakeTensorMode
+from kvpass.cli import options
 from kvpass.errors import KernelError
 from kvpass.ops.pack import pack_fake
 from lowering.triton import inspection, layouts, pack, unpack
@@ -93,7 +94,7 @@ def test_unpack_compiles_without_spills(codec, head_dim, capability):
     assert report.instructions["I2F"] == report.instructions["I2FP"] == 0
 
 
-@pytest.mark.parametrize("capability", inspection.CAPABILITIES)
+@pytest.mark.parametrize("capability", options.TARGETS.values())
 def test_unpack_rounds_to_bf16(capability):
     """To nearest, as the reference does; Triton's interpreter, which truncates, cannot show it."""
     report = inspection.inspect_launch(

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kvpass.bench.plans import layer_plan
+from kvpass.cli.options import TARGETS
 from kvpass.recipes import RECIPES, Auto, Cocktail, Kvmix, Kvquant, recipe
 from lowering.triton.inspection import (
-    CAPABILITIES,
     inspect_launch,
     instruction_budget,
     loops,
@@ -109,7 +109,7 @@ def test_the_formats_of_every_recipe_have_a_bound():
         assert (str(plan.keys), str(plan.values)) in BOUNDS, name
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", TARGETS.values())
 def test_no_bound_is_over_its_budget(capability):
     over = [plans for plans, bound in BOUNDS.items() if bound > budget(plans, capability)]
     assert over == []
@@ -127,7 +127,7 @@ def test_budget(plans, expected):
 
 # Each takes many seconds to compile: the default for both generations, the rest for one.
 OF_BOTH = {("fp", "fp"), KIVI[1]}
-LOOPS = [(x, c) for x in BOUNDS for c in CAPABILITIES if c == 90 or x in OF_BOTH]
+LOOPS = [(x, c) for x in BOUNDS for c in TARGETS.values() if c == 90 or x in OF_BOTH]
 
 
 @pytest.mark.parametrize(("plans", "capability"), LOOPS, ids=str)
