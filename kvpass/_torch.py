@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, cast
 
 import sympy
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._sympy.functions import Max as Max
 from torch.utils._sympy.functions import Min as Min
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
@@ -234,15 +237,22 @@ class Size:
     def __init__(
         self, value: int | torch.SymInt, positions: Mapping[Any, int] | None = None
     ) -> None:
-        self._constant = constant(value)
-        self._expr, self._positions = size_expr(value), positions or {}
+        expr = size_expr(value)
+        symbols = sorted(expr.free_symbols, key=str)
+        self._positions = [(positions or {})[s] for s in symbols]
+        self._compute = _function_of(tuple(map(str, symbols)), PythonPrinter().doprint(expr))
 
     def __call__(self, arguments: Sequence[Any]) -> int:
         """The size for these arguments."""
-        if self._constant is not None:
-            return self._constant
-        env = {s: arguments[self._positions[s]] for s in self._expr.free_symbols}
-        return int(sympy_interp(PythonReferenceAnalysis, env, self._expr))
+        return int(self._compute(*[arguments[p] for p in self._positions]))
+
+
+@cache
+def _function_of(names: tuple[str, ...], expression: str) -> Callable[..., int]:
+    # As Dynamo's guards are made: a step has several sizes for each layer, and to interpret their
+    # expressions anew would take as long as attention.
+    function: Callable[..., int] = eval(f"lambda {', '.join(names)}: {expression}", {"math": math})
+    return function
 
 
 _CUDA_GRAPHS = "triton.cudagraphs"

@@ -163,8 +163,10 @@ def attend_segment(
 
 
 @cache
-def _function(kernel: Kernel) -> Callable[[bytes], None]:
-    return load_function("attention", kernel.source)
+def _function(kernel: Kernel) -> Callable[..., None]:
+    function = load_function("attention", kernel.source)
+    pack = attention_struct(kernel.k_plan, kernel.v_plan, kernel.segment).pack
+    return lambda *arguments: function(pack(*arguments))
 
 
 def _attend(a: AttentionArguments, segment: bool = False, *more: int) -> Tensor:
@@ -176,15 +178,14 @@ def _attend(a: AttentionArguments, segment: bool = False, *more: int) -> Tensor:
         sinks = sinks.float().contiguous()
     out = q.new_empty((batch, heads, queries, kernel.v_dim))
     _function(kernel)(
-        attention_struct(a.k_plan, a.v_plan, segment).pack(
-            *state_numbers(keys, a.k_plan), *state_numbers(values, a.v_plan),
-            *token_numbers(q),
-            *((0,) * 6 if mask is None else _mask_numbers(mask)),
-            *((0, 0) if sinks is None else (sinks.data_ptr(), _KINDS[sinks.dtype])),
-            out.data_ptr(), heads // keys.codes.shape[1] * queries, queries,
-            a.causal, a.window, keys.plan.window_size or 0, torch.get_num_threads(),
-            a.scale, a.softcap, *more,
-        )
+        *state_numbers(keys, a.k_plan, kernel.k_dim),
+        *state_numbers(values, a.v_plan, kernel.v_dim),
+        *token_numbers(q),
+        *((0,) * 6 if mask is None else _mask_numbers(mask)),
+        *((0, 0) if sinks is None else (sinks.data_ptr(), _KINDS[sinks.dtype])),
+        out.data_ptr(), heads // keys.codes.shape[1] * queries, queries,
+        a.causal, a.window, keys.plan.window_size or 0, torch.get_num_threads(),
+        a.scale, a.softcap, *more,
     )  # fmt: skip
     return out
 

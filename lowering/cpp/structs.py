@@ -92,13 +92,15 @@ def state_struct(name: str, plan: str, shared: bool = False) -> Struct:
     return Struct(name, (*pointers, *_BESIDE_TENSORS), f"Cache<{name}>")
 
 
-def state_numbers(s: State, plan: str) -> tuple[int, ...]:
-    """The members of a `state_struct` for the tensors of a state with this printed plan."""
-    batch, heads, capacity = s.codes.shape[:3]
+def state_numbers(s: State, plan: str, dim: int) -> tuple[int, ...]:
+    """The members of a `state_struct` for the tensors of a state with this printed plan, whose
+    tokens have ``dim`` channels in each head."""
+    batch, heads, capacity, _ = s.codes.shape
     ring = s.window.shape[2] if "window" in s else 0
     stride, room = (row_stride(s.cos_sin), s.cos_sin.shape[1]) if "cos_sin" in s else (0, 0)
-    addresses = (*(t.data_ptr() for t in s.tensors), batch, heads, capacity, ring, stride, room)
-    return (*addresses, *_calibrated(plan, heads, s.tokens.shape[3]))
+    addresses = map(Tensor.data_ptr, s.tensors)
+    calibrated = _calibrated(plan, heads, dim)
+    return (*addresses, batch, heads, capacity, ring, stride, room, *calibrated)
 
 
 @cache
