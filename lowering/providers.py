@@ -20,7 +20,7 @@ from lowering.cpp import attention as cpp_attention
 from lowering.cpp import chunks as cpp_chunks
 from lowering.cpp import pack as cpp_pack
 from lowering.cpp import unpack as cpp_unpack
-from lowering.triton import append, attention, pack, unpack
+from lowering.triton import append, attention, chunks, pack, unpack
 
 _NAMESPACE = "kvpass_triton"
 _CPP = torch.library.Library("kvpass_cpp", "DEF")
@@ -85,6 +85,11 @@ _GENERATED = (
     _cpp("attention_chunks", cpp_chunks.attention_chunks, cpp_chunks.unsupported_attention),
     _cpp("append_chunks", cpp_chunks.append_chunks, cpp_chunks.unsupported_append),
     _cpp("reorder_chunks", cpp_chunks.reorder_chunks, cpp_chunks.unsupported_reorder),
+    _triton("attention_chunks", chunks.attention_chunks, chunks.unsupported_attention),
+    _triton("append_chunks", chunks.append_chunks, chunks.unsupported_append, ("state",)),
+    _triton("reorder_chunks", chunks.reorder_chunks, chunks.unsupported_reorder),
+    _triton("extend_chunks", chunks.extend_chunks, chunks.unsupported_extend, ("state",)),
+    _triton("unpack_chunks", chunks.unpack_chunks, chunks.unsupported_unpack),
     _triton("attention", attention.attention, attention.unsupported_reason),
     _triton("append", append.append, append.unsupported_reason, ("state",)),
     _triton("pack", pack.pack, pack.unsupported_reason),

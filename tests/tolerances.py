@@ -33,6 +33,17 @@ CPP_ATTENTION = {
     torch.bfloat16: 3e-3,
     torch.float16: 4e-4,
 }
+# Relative error of attention in Triton against float64 on the same decoded values.
+TRITON_ATTENTION = {
+    # Codes are exact; query times scale, and weight times scale, are rounded to fp16 (2**-11 each).
+    torch.float16: 1.5e-3,
+    # The output itself is rounded to bf16 (2**-9), on top of the above.
+    torch.bfloat16: 5e-3,
+    # Products over packed tokens still have fp16 operands.
+    torch.float32: 1.5e-3,
+}
+# Exact tokens of a float32 model are multiplied in float32.
+TRITON_EXACT_FP32 = 2e-6
 
 
 def logits(dtype: torch.dtype, recipe: str = "fp") -> float:

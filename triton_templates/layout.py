@@ -78,6 +78,8 @@ class Layout:
             are read; those a half apart are pairs.
         state: the names of the tensors that kernels get, in their order.
         extras: names and counts of what is stored of each token beside words and qparams.
+        segment: number and count, where the tokens are one of several segments of a sequence, each
+            with a number of tokens of its own side by side; nothing else is exact or packed.
         by_halves: blocks lie in the first or the second half of the words, see `for_encoding`.
     """
 
@@ -98,14 +100,16 @@ class Layout:
     rope: tuple[int, int] | None = None
     state: tuple[str, ...] = field(default=("codes", "segment_ends"), repr=False)
     extras: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    segment: tuple[int, int] | None = None
     by_halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
+        segment = "" if self.segment is None else "segment {} of {}, ".format(*self.segment)
         if self.identity:
-            return "fp"
+            return segment + "fp"
         kind = "nuq" if self.codebook else "int"
         bits = 1.5 if self.ternary_in_2bit else self.bits
-        text = f"{kind}{bits}.{self.axis}{self.group * self.heads_per_group}"
+        text = f"{segment}{kind}{bits}.{self.axis}{self.group * self.heads_per_group}"
         text += ".ternary_in_2bit" * self.ternary_in_2bit + ".fp8" * (self.qparams == "fp8")
         text += f".outliers{self.outliers}" * (self.outliers > 0)
         return text + " before their rotary embedding" * (self.rope is not None)
@@ -128,8 +132,16 @@ class Layout:
 
     @property
     def segments(self) -> int:
-        """Segment ends of a sequence: of its sinks, if it has any, of packed tokens, of all."""
+        """Segment ends of a sequence: of its sinks, if it has any, of packed tokens, of all; or one
+        for each `segment`."""
+        if self.segment is not None:
+            return self.segment[1]
         return 1 if self.identity else 3 if self.sinks else 2
+
+    @property
+    def last_end(self) -> int:
+        """Which of the `segments` ends is that of all tokens here."""
+        return self.segments - 1 if self.segment is None else self.segment[0]
 
     @property
     def by_channel(self) -> bool:

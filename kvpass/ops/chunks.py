@@ -7,15 +7,18 @@ own, and exact tokens have the last one. A token's position is stored beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvpass.format.chunked_plan import ChunkedPlan
-from kvpass.format.codec import Codec
+from kvpass.format.codec import FP, Codec
 from kvpass.format.quantize import decode, encode
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.state import State
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.append import APPEND_ARGUMENTS
 from kvpass.ops.attention import (
     ATTENTION_ARGUMENTS,
@@ -30,14 +33,20 @@ from kvpass.ops.unpack import unpack_fake
 REORDER = "reorder_chunks(Tensor new, Tensor[] scatter_index, str plan) -> Tensor[]"
 EXTEND = "extend_chunks(Tensor(a!)[] state, Tensor new, Tensor[] scatter_index, str plan) -> ()"
 UNPACK = "unpack_chunks(Tensor[] state, SymInt tokens, str plan, ScalarType dtype) -> Tensor"
-# From a codec and whole groups of tokens to the fields of a segment.
-Encode = Callable[[Codec, Tensor], Sequence[Tensor]]
+# From the number of a segment, a prompt [B, H, T, D] and which of its tokens are chosen, int32
+# [B, tiles, tile], to the fields of that segment.
+Encode = Callable[[int, Tensor, Tensor], Sequence[Tensor]]
 
 
 def chunked(state: Sequence[Tensor], plan: str) -> tuple[State, ChunkedPlan]:
     """The state by its names, and the plan."""
     named = State.of(state, plan)
     return named, cast(ChunkedPlan, named.plan)
+
+
+def segment_plan(codec: Codec) -> str:
+    """The printed plan of one segment alone, all of whose tokens are packed."""
+    return str(FP if codec.identity else TensorPlan(codec, RetentionPolicy(0, codec.token_group)))
 
 
 def reorder_chunks(new: Tensor, scatter_index: list[Tensor], plan: str) -> list[Tensor]:
@@ -53,17 +62,24 @@ def reorder_chunks(new: Tensor, scatter_index: list[Tensor], plan: str) -> list[
     Returns:
         The state without positions, with as much room as the index has slots.
     """
-    return reordered(new, scatter_index, plan, encode)
+    _, p = chunked((), plan)
+    return reordered(new, scatter_index, plan, partial(_encoded, p))
+
+
+def _encoded(
+    plan: ChunkedPlan, segment: int, new: Tensor, scatter_index: Tensor
+) -> Sequence[Tensor]:
+    return encode(plan.codecs[segment], chosen(new, scatter_index))
 
 
 def reordered(
     new: Tensor, scatter_index: list[Tensor], plan: str, encode_as: Encode
 ) -> list[Tensor]:
-    """`reorder_chunks`, with what encodes whole groups of tokens."""
+    """`reorder_chunks`, with what encodes the tokens of a segment."""
     _, p = chunked((), plan)
-    found = {"segment_ends": _counts(scatter_index)}
-    for segment, (codec, index) in enumerate(zip(p.codecs, scatter_index, strict=True)):
-        parts = encode_as(codec, _taken(new, index))
+    found = {"segment_ends": chosen_counts(scatter_index)}
+    for segment, index in enumerate(scatter_index):
+        parts = encode_as(segment, new, index)
         found |= zip(p.segment_fields(segment), parts, strict=True)
     return [found[name] for name in p.layout.own_names]
 
@@ -83,12 +99,12 @@ def extend_chunks(state: list[Tensor], new: Tensor, scatter_index: list[Tensor],
         new, scatter_index, plan: as of `reorder_chunks`.
     """
     s, p = chunked(state, plan)
-    counts = _counts(scatter_index)
-    for segment, (codec, index) in enumerate(zip(p.codecs, scatter_index, strict=True)):
+    counts = chosen_counts(scatter_index)
+    for segment, index in enumerate(scatter_index):
         rows = list(
             zip(s.segment_ends[:, segment].tolist(), counts[:, segment].tolist(), strict=True)
         )
-        parts = encode(codec, _taken(new, index))
+        parts = _encoded(p, segment, new, index)
         for name, part in zip(p.segment_fields(segment), parts, strict=True):
             field = p.layout[name]
             for row, (end, count) in enumerate(rows):
@@ -97,13 +113,13 @@ def extend_chunks(state: list[Tensor], new: Tensor, scatter_index: list[Tensor],
     s.segment_ends.add_(counts)
 
 
-def _taken(new: Tensor, index: Tensor) -> Tensor:
+def chosen(new: Tensor, scatter_index: Tensor) -> Tensor:
     """The tokens of a segment as ``[B, H, N, D]``; any token where the index has none."""
-    tokens = index.flatten(1).clamp(min=0).long()
+    tokens = scatter_index.flatten(1).clamp(min=0).long()
     return new.gather(2, tokens[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]))
 
 
-def _counts(scatter_index: list[Tensor]) -> Tensor:
+def chosen_counts(scatter_index: list[Tensor]) -> Tensor:
     """The tokens of each row and segment, int32 ``[B, segments]``."""
     return torch.stack([(i >= 0).sum((1, 2)) for i in scatter_index], dim=1).to(torch.int32)
 

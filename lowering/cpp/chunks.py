@@ -9,21 +9,14 @@ import torch
 from torch import Tensor
 
 from kvpass.format.chunked_plan import ChunkedPlan
-from kvpass.format.codec import FP, Codec
+from kvpass.format.codec import FP
 from kvpass.format.parse import parse_plan
-from kvpass.format.retention import RetentionPolicy
 from kvpass.format.state import State
-from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.attention import AttentionArguments
-from kvpass.ops.chunks import chunked, reordered
+from kvpass.ops.chunks import chosen, chunked, reordered, segment_plan
 from lowering.cpp import append, pack
 from lowering.cpp.attention import attend_segment, unsupported_arguments
 from lowering.support import unsupported_gaps
-
-
-def _plan(codec: Codec) -> str:
-    """The plan of one segment alone, all of whose tokens are packed."""
-    return str(FP if codec.identity else TensorPlan(codec, RetentionPolicy(0, codec.token_group)))
 
 
 def unsupported_reorder(new: Tensor, scatter_index: Sequence[Tensor], plan: str) -> str | None:
@@ -31,17 +24,19 @@ def unsupported_reorder(new: Tensor, scatter_index: Sequence[Tensor], plan: str)
     codecs = [codec for codec in parse_plan(plan).codecs if not codec.identity]
     if not codecs:
         return f"{plan} stores all tokens as they are"
-    reasons = (pack.unsupported_reason(new, _plan(codec)) for codec in codecs)
+    reasons = (pack.unsupported_reason(new, segment_plan(codec)) for codec in codecs)
     return next(filter(None, reasons), None)
 
 
 def reorder_chunks(new: Tensor, scatter_index: list[Tensor], plan: str) -> list[Tensor]:
     """As `kvpass.ops.chunks.reorder_chunks`, for arguments that `unsupported_reorder` takes."""
-    return reordered(new, scatter_index, plan, _encoded)
+    codecs = parse_plan(plan).codecs
 
+    def encode_as(segment: int, new: Tensor, index: Tensor) -> Sequence[Tensor]:
+        codec, tokens = codecs[segment], chosen(new, index)
+        return [tokens] if codec.identity else pack.pack(tokens, segment_plan(codec))[:2]
 
-def _encoded(codec: Codec, tokens: Tensor) -> Sequence[Tensor]:
-    return [tokens] if codec.identity else pack.pack(tokens, _plan(codec))[:2]
+    return reordered(new, scatter_index, plan, encode_as)
 
 
 def _exact(state: Sequence[Tensor], plan: str) -> tuple[list[Tensor], int]:
@@ -91,7 +86,7 @@ def _parts(a: AttentionArguments) -> Iterator[tuple[AttentionArguments, Tensor]]
     (k, k_plan), (v, v_plan) = chunked(a.keys, a.k_plan), chunked(a.values, a.v_plan)
     for number, codecs in enumerate(zip(k_plan.codecs, v_plan.codecs, strict=True)):
         keys, values = _segment(k, k_plan, number), _segment(v, v_plan, number)
-        key_plan, value_plan = map(_plan, codecs)
+        key_plan, value_plan = map(segment_plan, codecs)
         part = a._replace(keys=keys, values=values, k_plan=key_plan, v_plan=value_plan)
         yield part, k[k_plan.chunk_positions[number]]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from lowering.triton.layouts import (
     unsupported_encoding,
     unsupported_state,
 )
-from triton_templates import next_power_of_2
+from triton_templates import Layout, next_power_of_2
 
 
 def unsupported_reason(
@@ -59,26 +61,21 @@ def append(
     rope: str | None = None,
 ) -> None:
     """As `kvpass.ops.append.append`, for arguments that are supported."""
-    batch, heads, steps, head_dim = new.shape
-    p, s = stored(parse_plan(plan)), State.of(state, plan)
-    layout = layout_of(str(p), head_dim)
-    sizes = {"NEW": steps, "WINDOW": p.retention.window, "PACK_EVERY": p.retention.pack_every}
+    p = stored(parse_plan(plan))
+    layout = layout_of(str(p), int(new.shape[3]))
+    if layout.identity:
+        append_exact(state, new, layout, cos_sin, rope)
+        return
+    batch, heads, steps, _ = new.shape
+    s = State.of(state, plan)
+    ages = {"NEW": steps, "WINDOW": p.retention.window, "PACK_EVERY": p.retention.pack_every}
+    kernels, arguments = _step(state, new, layout, cos_sin, rope)
     padded = next_power_of_2(steps)
-    new = dense(new)
-    arguments = [*state, new, capacity_tiles(s), new.stride(0), new.stride(1), new.stride(2)]
-    if cos_sin is None or rope is None:
-        kernels = load_kernels("append", layout=layout)
-    else:
-        r = Rope.parse(rope)
-        rotated = (r.start, r.stop, r.kind == "neighbours")
-        kernels = load_kernels("append", layout=layout, rope=rotated)
-        cos_sin = cos_sin.contiguous()
-        arguments += [cos_sin, row_stride(cos_sin), cos_sin.stride(1)]
     if layout.cross_head:
         together = head_constants(layout, heads)
         launch(
             kernels.append_step, (batch * (heads // together["HEADS"]),), *arguments,
-            **together, NEW_PADDED=padded, **sizes,
+            **together, NEW_PADDED=padded, **ages,
         )  # fmt: skip
     else:
         tokens = encode_tokens(layout)
@@ -86,6 +83,43 @@ def append(
         programs = max(1, -(-p.retention.due(layout.ring) // tokens))
         launch(
             kernels.append_step, (batch * heads, programs), *arguments, clip_factor(p),
-            KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **sizes,
+            KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **ages,
         )  # fmt: skip
-    launch(kernels.advance_ends, (batch,), s.segment_ends, **sizes)
+    launch(kernels.advance_ends, (batch,), s.segment_ends, **ages)
+
+
+def append_exact(
+    tensors: Sequence[Tensor],
+    new: Tensor,
+    layout: Layout,
+    cos_sin: Tensor | None,
+    rope: str | None,
+) -> None:
+    """`append` where all tokens are stored as they are, in the ``tensors`` of this layout."""
+    batch, heads, steps, _ = new.shape
+    kernels, arguments = _step(tensors, new, layout, cos_sin, rope)
+    # Nothing is ever due.
+    ages = {"NEW": steps, "WINDOW": 0, "PACK_EVERY": 1}
+    launch(
+        kernels.append_step, (batch * heads, 1), *arguments, 1.0,
+        KV_HEADS=heads, NEW_PADDED=next_power_of_2(steps), TOKENS=1, CLIPPED=False, **ages,
+    )  # fmt: skip
+    launch(kernels.advance_ends, (batch,), tensors[-1], **ages)
+
+
+def _step(
+    tensors: Sequence[Tensor],
+    new: Tensor,
+    layout: Layout,
+    cos_sin: Tensor | None,
+    rope: str | None,
+) -> tuple[ModuleType, list[Any]]:
+    """The kernels, and their arguments up to the cosines and sines."""
+    new = dense(new)
+    arguments = [*tensors, new, capacity_tiles(tensors[0]), *new.stride()[:3]]
+    if cos_sin is None or rope is None:
+        return load_kernels("append", layout=layout), arguments
+    r = Rope.parse(rope)
+    kernels = load_kernels("append", layout=layout, rope=(r.start, r.stop, r.kind == "neighbours"))
+    cos_sin = cos_sin.contiguous()
+    return kernels, [*arguments, cos_sin, row_stride(cos_sin), cos_sin.stride(1)]

@@ -46,8 +46,6 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     a = AttentionArguments(*args, **kwargs)
     q, (keys, values) = a.q, a.states
     k, v = keys.tokens, values.tokens
-    if symbolic(q.shape[2]):
-        return "the number of new tokens is symbolic"
     if reason := unsupported_formats(q, keys, values):
         return reason
     if reason := unsupported_codec(a.k_plan) or unsupported_codec(a.v_plan):
@@ -58,20 +56,28 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
             return reason
     elif layouts[0].lanewise:
         return f"the groups of keys {a.k_plan} are too short at head_dim {k.shape[3]}"
+    if reason := unsupported_query(a, k.shape[1]):
+        return reason
     if q.shape[2] > MAX_STEP and keys.plan.window_size is not None:
         return f"{q.shape[2]} new tokens are a prefill; a ring has room for {MAX_STEP}"
-    rows = q.shape[1] // k.shape[1] * q.shape[2]
-    if rows > MAX_ROWS:
-        return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
-    for x, name in ((a.mask, "the mask"), (q, "the query")):
-        if x is not None and x.dtype != torch.bool and (reason := unsupported_dtype(x, name)):
-            return reason
-    if reason := unsupported_device(q):
-        return reason
     for name, state, plan in (("keys", a.keys, a.k_plan), ("values", a.values, a.v_plan)):
         if reason := unsupported_state(state, plan):
             return f"{name}: {reason}"
     return None
+
+
+def unsupported_query(a: AttentionArguments, kv_heads: int) -> str | None:
+    """Why the kernels decline the query, its mask or its device, or None."""
+    q, mask = a.q, a.mask
+    if symbolic(q.shape[2]):
+        return "the number of new tokens is symbolic"
+    rows = q.shape[1] // kv_heads * q.shape[2]
+    if rows > MAX_ROWS:
+        return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
+    for x, name in ((mask, "the mask"), (q, "the query")):
+        if x is not None and x.dtype != torch.bool and (reason := unsupported_dtype(x, name)):
+            return reason
+    return unsupported_device(q)
 
 
 # triton_op reads the schema from the signature.
@@ -112,12 +118,12 @@ def _sizes(a: AttentionArguments) -> AttentionSizes:
         workload,
         table,
         q.device,
-        source=lambda sizes: render("attention", **_parameters(k, v, sizes)),
+        source=lambda sizes: render("attention", **template_parameters(k, v, sizes)),
         timer=partial(time_attention, attend),
     )
 
 
-def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
+def template_parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
     """The variables of the template."""
     tiles = {"tile": sizes.tile, "part": sizes.part, "edge_tile": sizes.edge_tile}
     return {"k": k, "v": v, **tiles}
@@ -126,45 +132,91 @@ def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
 def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
     """`attention` with these sizes, on which the result does not depend but for rounding."""
     a = AttentionArguments(*args, **kwargs)
-    q, mask, sinks, (keys, values) = a.q, a.mask, a.sinks, a.states
-    batch, heads, queries, head_dim = q.shape
-    kv_heads, value_dim = keys.tokens.shape[1], values.tokens.shape[3]
-    k, v = layout_of(a.k_plan, head_dim), layout_of(a.v_plan, value_dim)
-    rows = heads // kv_heads * queries
-    pairs = batch * kv_heads
-    kernels = load_kernels("attention", **_parameters(k, v, sizes))
-    cos_sin_batch: tuple[int, ...] = ()
-    window_size: tuple[int, ...] = ()
+    keys, values = a.states
+    k = layout_of(a.k_plan, a.q.shape[3])
+    v = layout_of(a.v_plan, values.tokens.shape[3])
+    kernels = load_kernels("attention", **template_parameters(k, v, sizes))
     if dequant_first(k, v):
-        splits, cos_sin_batch = sizes.splits + sizes.edge_splits, (cos_sin_stride(keys),)
+        splits = sizes.splits + sizes.edge_splits
+        more: dict[str, Any] = {"cos_sin_batch": cos_sin_stride(keys)}
     else:
         # Packed tokens at the edge, each combination of packed and exact, and sinks.
         edges = (1 if k.identity else 2) * (1 if v.identity else 2)
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
-        window_size = (keys.plan.window_size or 0,)
-    partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
-    statistics = q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
-    out = q.new_empty((batch, heads, queries, value_dim))
-    q = dense(q)
-    kind, mask, mask_strides = _mask_arguments(q, mask)
-    if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
-        sinks = sinks.float().contiguous()
+        more = {"window_size": keys.plan.window_size or 0}
+    sums = empty_sums(a, keys.tokens.shape[1], v.head_dim, splits)
+    tiles = capacity_tiles(keys.codes), capacity_tiles(values.codes)
+    launch_splits(kernels, a, sizes, sums, splits, tiles, **more)
+    return merged(kernels, a, sums)
+
+
+# Weighted sums [B * Hkv, splits, rows, Dv], and the largest scores and sums of weights
+# [B * Hkv, splits, 2, rows], float32.
+Sums = tuple[Tensor, Tensor]
+
+
+def empty_sums(a: AttentionArguments, kv_heads: int, value_dim: int, splits: int) -> Sums:
+    """What so many splits will write."""
+    batch, heads, queries, _ = a.q.shape
+    pairs, rows = batch * kv_heads, heads // kv_heads * queries
+    partial = a.q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
+    return partial, a.q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
+
+
+def launch_splits(
+    kernels: Any,
+    a: AttentionArguments,
+    sizes: AttentionSizes,
+    sums: Sums,
+    splits: int,
+    tiles: tuple[int, int],
+    **more: Any,
+) -> None:
+    """Launches ``attention_split`` for the tokens of ``a.keys`` and ``a.values``, which are the
+    tensors that the kernel's layouts name.
+
+    Args:
+        kernels: the rendered module.
+        a: see `AttentionArguments`; plans and sinks are not looked at.
+        sizes: of the launch.
+        sums: to be written.
+        splits: programs that share the tokens of a KV head.
+        tiles: `capacity_tiles` of keys and of values.
+        more: the arguments that not every kernel has, and constants that differ.
+    """
+    q = dense(a.q)
+    _, heads, queries, head_dim = q.shape
+    pairs, _, rows, value_dim = sums[0].shape
+    kv_heads = heads * queries // rows
+    kind, mask, mask_strides = _mask_arguments(q, a.mask)
     launch(
         kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
-        q, *a.keys, capacity_tiles(keys), *a.values, capacity_tiles(values), *cos_sin_batch, mask,
-        partial, statistics, q.stride(0), q.stride(1), q.stride(2), *mask_strides,
-        a.scale * _LOG2_E, a.softcap * _LOG2_E, a.window, *window_size,
+        q, *a.keys, tiles[0], *a.values, tiles[1], mask=mask, partial=sums[0], statistics=sums[1],
+        query_batch=q.stride(0), query_head=q.stride(1), query_token=q.stride(2),
+        mask_batch=mask_strides[0], mask_head=mask_strides[1], mask_query=mask_strides[2],
+        mask_token=mask_strides[3], scale=a.scale * _LOG2_E, cap=a.softcap * _LOG2_E,
+        window=a.window,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
-        CAUSAL=a.causal, WINDOWED=a.window > 0, CAPPED=a.softcap > 0,
+        **{"CAUSAL": a.causal} | more, WINDOWED=a.window > 0, CAPPED=a.softcap > 0,
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages,
         step_elements=sizes.tile * (head_dim + value_dim),
     )  # fmt: skip
+
+
+def merged(kernels: Any, a: AttentionArguments, sums: Sums) -> Tensor:
+    """Attention's result from what all splits have written."""
+    batch, heads, queries, _ = a.q.shape
+    pairs, splits, rows, value_dim = sums[0].shape
+    out = a.q.new_empty((batch, heads, queries, value_dim))
+    sinks = a.sinks
+    if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
+        sinks = sinks.float().contiguous()
     launch(
         kernels.attention_merge, (pairs, rows),
-        partial, statistics, q if sinks is None else sinks, out,
-        KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, SPLITS=splits,
+        *sums, a.q if sinks is None else sinks, out,
+        KV_HEADS=heads * queries // rows, QUERIES=queries, ROWS=rows, SPLITS=splits,
         SPLITS_PADDED=next_power_of_2(splits), STEP=_MERGE_STEP, SINKS=sinks is not None,
     )  # fmt: skip
     return out

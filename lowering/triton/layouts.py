@@ -51,9 +51,9 @@ def stored(plan: TensorPlan) -> TensorPlan:
     return replace(plan, rope=None)
 
 
-def capacity_tiles(state: State) -> int:
-    """Tiles of `CAPACITY_TILE` tokens that a state has room for."""
-    return state.capacity // CAPACITY_TILE
+def capacity_tiles(codes: Tensor) -> int:
+    """Tiles of `CAPACITY_TILE` tokens that there is room for beside ``codes`` ``[B, H, C, W]``."""
+    return codes.shape[2] // CAPACITY_TILE
 
 
 def cos_sin_stride(state: State) -> int:

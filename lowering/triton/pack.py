@@ -52,7 +52,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     tail_programs = -(-tail // COPIED_TOKENS)
     new = dense(new)
     strides = (new.stride(0), new.stride(1), new.stride(2))
-    arguments = (*state.tensors, new, capacity_tiles(state), *strides)
+    arguments = (*state.tensors, new, capacity_tiles(state.codes), *strides)
     if layout.cross_head:
         # At least one program stores how long sequences are.
         tokens, programs = COPIED_TOKENS, max(1, tail_programs)

@@ -11,6 +11,7 @@ from lowering.triton.attention import attend, attention, unsupported_reason
 from lowering.triton.heuristics import attention_candidates, attention_sizes
 from lowering.triton.launch import record_launches
 from lowering.triton.layouts import layout_of
+from tests.tolerances import TRITON_ATTENTION, TRITON_EXACT_FP32
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
     dense_attention,
@@ -24,19 +25,8 @@ from tests.triton_templates.kernel_reference import (
 
 pytestmark = pytest.mark.interpreter
 
+
 # Relative error of the output, by the query's dtype.
-TOLERANCE = {
-    # Codes are exact; query times scale, and weight times scale, are rounded to fp16 (2**-11 each).
-    torch.float16: 1.5e-3,
-    # The output itself is rounded to bf16 (2**-9), on top of the above.
-    torch.bfloat16: 5e-3,
-    # Products over packed tokens still have fp16 operands.
-    torch.float32: 1.5e-3,
-}
-# Exact tokens of an fp32 model are multiplied in fp32.
-EXACT_FP32_TOLERANCE = 2e-6
-
-
 def check(plans, keys, values, q, mask=None, tolerance=None, **variant):
     scale = q.shape[3] ** -0.5
     arguments = (q, keys, values, mask, scale, *plans)
@@ -45,7 +35,7 @@ def check(plans, keys, values, q, mask=None, tolerance=None, **variant):
     assert got.dtype == q.dtype
     assert got.is_contiguous()
     error = relative_error(got, dense_attention(*arguments, **variant))
-    assert error <= (tolerance or TOLERANCE[q.dtype]), error
+    assert error <= (tolerance or TRITON_ATTENTION[q.dtype]), error
 
 
 def query(batch, heads, n, dim, dtype=torch.float16, seed=99):
@@ -70,7 +60,7 @@ def test_kivi_around_a_flush(bits, steps):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_identity(dtype, tokens):
-    tolerance = EXACT_FP32_TOLERANCE if dtype == torch.float32 else None
+    tolerance = TRITON_EXACT_FP32 if dtype == torch.float32 else None
     keys, values = states(("fp", "fp"), tokens, dtype=dtype)
     check(("fp", "fp"), keys, values, query(1, 2, 1, 64, dtype), tolerance=tolerance)
 
@@ -166,7 +156,7 @@ def test_every_size_that_is_tried(plans, heads):
             got = attend(sizes, *arguments)
         for launch in launches:
             launch.run()
-        assert relative_error(got, expected) <= TOLERANCE[q.dtype], sizes
+        assert relative_error(got, expected) <= TRITON_ATTENTION[q.dtype], sizes
 
 
 def test_batch_and_kv_heads():
@@ -183,7 +173,7 @@ def test_each_sequence_has_its_own_length():
     got = attention(q, *both, None, 0.125, *plans)
     for row, (keys, values) in enumerate((short, long)):
         expected = dense_attention(q[row : row + 1], keys, values, None, 0.125, *plans)
-        assert relative_error(got[row : row + 1], expected) <= TOLERANCE[torch.float16]
+        assert relative_error(got[row : row + 1], expected) <= TRITON_ATTENTION[torch.float16]
 
 
 def masks() -> dict[str, torch.Tensor]:
@@ -259,7 +249,7 @@ def test_tokens_outside_a_window_are_not_read(plans):
     q, variant = query(1, 4, 3, 64), {"causal": True, "window": 300}
     got = attention(q, keys, values, None, 0.125, *plans, **variant)
     expected = dense_attention(q, *clean, None, 0.125, *plans, **variant)
-    assert relative_error(got, expected) <= TOLERANCE[q.dtype]
+    assert relative_error(got, expected) <= TRITON_ATTENTION[q.dtype]
 
 
 def test_a_static_cache_has_a_mask_for_its_whole_buffer():

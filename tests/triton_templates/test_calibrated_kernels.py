@@ -16,8 +16,9 @@ from lowering.triton.attention import attend, attention, unsupported_reason
 from lowering.triton.heuristics import attention_candidates, attention_sizes
 from lowering.triton.layouts import layout_of
 from tests.calibrated import ENCODED, PLANS, nuq, same_state, states_of
+from tests.tolerances import TRITON_ATTENTION
 from tests.triton_templates.kernel_reference import dense_attention, keys_like, relative_error
-from tests.triton_templates.test_attention_kernel import TOLERANCE, query
+from tests.triton_templates.test_attention_kernel import query
 
 pytestmark = pytest.mark.interpreter
 
@@ -32,7 +33,7 @@ def check(plans, keys, values, q, mask=None, **variant):
     arguments = (q, keys, values, mask, 0.125, *plans)
     assert unsupported_reason(*arguments, **variant) is None
     error = relative_error(attention(*arguments, **variant), dense_attention(*arguments, **variant))
-    limit = FP32_TOLERANCE if q.dtype == torch.float32 else TOLERANCE[q.dtype]
+    limit = FP32_TOLERANCE if q.dtype == torch.float32 else TRITON_ATTENTION[q.dtype]
     assert error <= limit, error
 
 
@@ -93,7 +94,7 @@ def test_other_sizes_give_the_same():
     expected = dense_attention(q, keys, values, None, 0.125, *plans)
     for sizes in attention_candidates(table, k, v):
         got = attend(sizes, q, keys, values, None, 0.125, *plans)
-        assert relative_error(got, expected) <= TOLERANCE[torch.float16], sizes
+        assert relative_error(got, expected) <= TRITON_ATTENTION[torch.float16], sizes
 
 
 @pytest.mark.parametrize("name", DECLINED)

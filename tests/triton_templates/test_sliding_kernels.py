@@ -9,6 +9,7 @@ from lowering.triton import append, attention, pack, unpack
 from lowering.triton.attention import unsupported_reason
 from lowering.triton.layouts import layout_of
 from tests.strategies import poisoned
+from tests.tolerances import TRITON_ATTENTION
 from tests.triton_templates.kernel_reference import (
     dense_attention,
     keys_like,
@@ -18,7 +19,6 @@ from tests.triton_templates.kernel_reference import (
     states,
     written,
 )
-from tests.triton_templates.test_attention_kernel import TOLERANCE
 
 pytestmark = pytest.mark.interpreter
 
@@ -73,7 +73,7 @@ def check(plans, keys, values, n, mask=None, dtype=torch.float16, heads=4, **var
     assert unsupported_reason(*arguments, **variant) is None
     got = attention.attention(*arguments, **variant)
     error = relative_error(got, dense_attention(*arguments, **variant))
-    assert error <= TOLERANCE[dtype], error
+    assert error <= TRITON_ATTENTION[dtype], error
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -128,7 +128,7 @@ def test_each_sequence_has_its_own_length():
     got = attention.attention(q, *both, None, 0.125, *plans)
     for row, (keys, values) in enumerate((short, long)):
         expected = dense_attention(q[row : row + 1], keys, values, None, 0.125, *plans)
-        assert relative_error(got[row : row + 1], expected) <= TOLERANCE[torch.float16]
+        assert relative_error(got[row : row + 1], expected) <= TRITON_ATTENTION[torch.float16]
 
 
 def test_kernels_do_not_depend_on_how_many_tokens_are_kept_or_have_room():
