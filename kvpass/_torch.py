@@ -111,12 +111,20 @@ def _known_placeholders(graph: fx.Graph) -> list[Any]:
     return [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
 
 
+_LARGEST = 1 << 20
+
+
 def fresh_size(graph: fx.Graph, like: Tensor, name: str, example: int) -> torch.SymInt:
     """A size of its own in every call of the graph, for a placeholder that Dynamo does not know. No
-    guard is put on it, as long as code relies on nothing but its being at least 2. ``like``: a fake
-    tensor of the graph."""
+    guard is put on it, as long as code relies on nothing but its being at least 2 and at most
+    `_LARGEST`. ``like``: a fake tensor of the graph."""
     source = AttrSource(_known_placeholders(graph)[0]._dynamo_source, name)
-    return _new_size(cast(FakeTensor, like).fake_mode, source, example)
+    mode = cast(FakeTensor, like).fake_mode
+    size = _new_size(mode, source, example)
+    # Inductor asks whether kernels can take it in 32 bits.
+    assert mode.shape_env is not None
+    mode.shape_env.constrain_symbol_range(size.node.expr, 2, _LARGEST)
+    return size
 
 
 def _new_size(mode: FakeTensorMode, source: Any, example: int) -> torch.SymInt:

@@ -250,10 +250,10 @@ def _clones(bound: Graph, lowered: Graph) -> Iterator[str]:
     state = {
         x
         for node in bound.nodes
-        if "kvpass" in str(node.target)
-        for argument in node.args
-        if isinstance(argument, list | tuple)
-        for x in argument
+        if node.op == "call_function" and "kvpass" in str(node.target)
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
+        if argument.name in ("state", "keys", "values")
+        for x in value
     }
     inputs = (graph.find_nodes(op="placeholder") for graph in (bound, lowered))
     for before, placeholder in zip(*inputs, strict=False):

@@ -40,7 +40,6 @@ def run_kernels(options: argparse.Namespace) -> int:
     """``kvpass kernels``."""
     from lowering.triton.inspection import inspect_launch, instruction_budget
     from lowering.triton.layer import KV_HEADS, layer_launches
-    from lowering.triton.layouts import layout_of
 
     key_dim, value_dim = options.head_dim, options.value_dim or options.head_dim
     heads, capability = options.heads_per_group, TARGETS[options.target]
@@ -51,18 +50,20 @@ def run_kernels(options: argparse.Namespace) -> int:
     k, v = map(str, stored)
     launches = layer_launches(k, v, key_dim=key_dim, value_dim=value_dim, heads_per_group=heads)
     # Keys and values of one plan share their kernels.
-    reports = [inspect_launch(x, capability) for x in {x.kernel: x for x in launches}.values()]
-    layouts = layout_of(k, key_dim), layout_of(v, value_dim)
-    budget = f"{instruction_budget(*layouts, capability, KV_HEADS):.2f}"
+    kernels = {x.kernel: x for x in launches}.values()
     formats = "keys {}, values {}".format(*(tensor_plan.summary() for tensor_plan in stored))
     print(f"{formats}, head_dim {key_dim}/{value_dim}, {heads} query heads per KV head, "
           f"{options.target}")  # fmt: skip
     print(
         _ROW.format("kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file")
     )
-    for r in reports:
+    for x in kernels:
+        r = inspect_launch(x, capability)
         spills = f"{r.stack + r.local} B" if r.spills else "none"
-        counted = ("-", "-") if r.per_element is None else (f"{r.per_element:.2f}", budget)
+        counted = ("-", "-")
+        if r.per_element is not None and len(x.layouts) == 2:
+            budget = instruction_budget(*x.layouts, capability, KV_HEADS)
+            counted = (f"{r.per_element:.2f}", f"{budget:.2f}")
         mma = r.tensor_core_instructions
         print(_ROW.format(r.name, r.registers, r.shared, spills, mma, *counted, r.path))
     return 0

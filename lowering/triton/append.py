@@ -68,7 +68,11 @@ def append(
         return
     batch, heads, steps, _ = new.shape
     s = State.of(state, plan)
-    ages = {"NEW": steps, "WINDOW": p.retention.window, "PACK_EVERY": p.retention.pack_every}
+    ages: dict[str, Any] = {
+        "NEW": steps,
+        "WINDOW": p.retention.window,
+        "PACK_EVERY": p.retention.pack_every,
+    }
     kernels, arguments = _step(state, new, layout, cos_sin, rope)
     padded = next_power_of_2(steps)
     if layout.cross_head:
@@ -99,7 +103,7 @@ def append_exact(
     batch, heads, steps, _ = new.shape
     kernels, arguments = _step(tensors, new, layout, cos_sin, rope)
     # Nothing is ever due.
-    ages = {"NEW": steps, "WINDOW": 0, "PACK_EVERY": 1}
+    ages: dict[str, Any] = {"NEW": steps, "WINDOW": 0, "PACK_EVERY": 1}
     launch(
         kernels.append_step, (batch * heads, 1), *arguments, 1.0,
         KV_HEADS=heads, NEW_PADDED=next_power_of_2(steps), TOKENS=1, CLIPPED=False, **ages,

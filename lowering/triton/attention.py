@@ -118,12 +118,12 @@ def _sizes(a: AttentionArguments) -> AttentionSizes:
         workload,
         table,
         q.device,
-        source=lambda sizes: render("attention", **template_parameters(k, v, sizes)),
+        source=lambda sizes: render("attention", **_parameters(k, v, sizes)),
         timer=partial(time_attention, attend),
     )
 
 
-def template_parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
+def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
     """The variables of the template."""
     tiles = {"tile": sizes.tile, "part": sizes.part, "edge_tile": sizes.edge_tile}
     return {"k": k, "v": v, **tiles}
@@ -135,7 +135,6 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
     keys, values = a.states
     k = layout_of(a.k_plan, a.q.shape[3])
     v = layout_of(a.v_plan, values.tokens.shape[3])
-    kernels = load_kernels("attention", **template_parameters(k, v, sizes))
     if dequant_first(k, v):
         splits = sizes.splits + sizes.edge_splits
         more: dict[str, Any] = {"cos_sin_batch": cos_sin_stride(keys)}
@@ -146,8 +145,8 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
         more = {"window_size": keys.plan.window_size or 0}
     sums = empty_sums(a, keys.tokens.shape[1], v.head_dim, splits)
     tiles = capacity_tiles(keys.codes), capacity_tiles(values.codes)
-    launch_splits(kernels, a, sizes, sums, splits, tiles, **more)
-    return merged(kernels, a, sums)
+    launch_splits(a, (k, v), sizes, sums, splits, tiles, **more)
+    return merged(a, (k, v), sizes, sums)
 
 
 # Weighted sums [B * Hkv, splits, rows, Dv], and the largest scores and sums of weights
@@ -164,20 +163,20 @@ def empty_sums(a: AttentionArguments, kv_heads: int, value_dim: int, splits: int
 
 
 def launch_splits(
-    kernels: Any,
     a: AttentionArguments,
+    layouts: tuple[Layout, Layout],
     sizes: AttentionSizes,
     sums: Sums,
     splits: int,
     tiles: tuple[int, int],
     **more: Any,
 ) -> None:
-    """Launches ``attention_split`` for the tokens of ``a.keys`` and ``a.values``, which are the
-    tensors that the kernel's layouts name.
+    """Launches ``attention_split``.
 
     Args:
-        kernels: the rendered module.
-        a: see `AttentionArguments`; plans and sinks are not looked at.
+        a: see `AttentionArguments`; keys and values are the tensors that their layouts name. Plans
+            and sinks are not looked at.
+        layouts: of keys and of values.
         sizes: of the launch.
         sums: to be written.
         splits: programs that share the tokens of a KV head.
@@ -187,6 +186,7 @@ def launch_splits(
     q = dense(a.q)
     _, heads, queries, head_dim = q.shape
     pairs, _, rows, value_dim = sums[0].shape
+    kernels = load_kernels("attention", **_parameters(*layouts, sizes))
     kv_heads = heads * queries // rows
     kind, mask, mask_strides = _mask_arguments(q, a.mask)
     launch(
@@ -201,12 +201,16 @@ def launch_splits(
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
         **{"CAUSAL": a.causal} | more, WINDOWED=a.window > 0, CAPPED=a.softcap > 0,
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages,
-        step_elements=sizes.tile * (head_dim + value_dim),
+        step_elements=sizes.tile * (head_dim + value_dim), layouts=layouts,
     )  # fmt: skip
 
 
-def merged(kernels: Any, a: AttentionArguments, sums: Sums) -> Tensor:
-    """Attention's result from what all splits have written."""
+def merged(
+    a: AttentionArguments, layouts: tuple[Layout, Layout], sizes: AttentionSizes, sums: Sums
+) -> Tensor:
+    """Attention's result from what all splits have written, the last ones with these layouts and
+    sizes."""
+    kernels = load_kernels("attention", **_parameters(*layouts, sizes))
     batch, heads, queries, _ = a.q.shape
     pairs, splits, rows, value_dim = sums[0].shape
     out = a.q.new_empty((batch, heads, queries, value_dim))

@@ -26,7 +26,6 @@ from lowering.triton.attention import (
     empty_sums,
     launch_splits,
     merged,
-    template_parameters,
     unsupported_query,
 )
 from lowering.triton.heuristics import (
@@ -245,16 +244,15 @@ def attention_chunks(
     splits = [s.splits + s.edge_splits for s in sizes]
     sums, first = empty_sums(a, kv_heads, value_dim, sum(splits)), 0
     for x, size, count in zip(segments, sizes, splits, strict=True):
-        kernels = load_kernels("attention", **template_parameters(*x.layouts, size))
         tiles = capacity_tiles(x.arguments.keys[0]), capacity_tiles(x.arguments.values[0])
         launch_splits(
-            kernels, x.arguments, size, sums, count, tiles, positions=x.positions,
+            x.arguments, x.layouts, size, sums, count, tiles, positions=x.positions,
             positions_count=x.positions.shape[1], window_size=0,
             # A step is exact: what is packed has come before it.
             CAUSAL=causal and x.layouts[0].identity, ALL_SPLITS=sum(splits), FIRST_SPLIT=first,
         )  # fmt: skip
         first += count
-    return merged(kernels, a, sums)
+    return merged(a, x.layouts, size, sums)
 
 
 def unsupported_unpack(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvpass.errors import KernelError
 from lowering.support import interpreted
+from triton_templates import Layout
 
 # Arguments of a launch that are options of the compiler, not of the kernel.
 _OPTIONS = ("num_warps", "num_stages")
@@ -33,6 +34,7 @@ class Launch:
         step_elements: elements of keys and values that one round of the main loop reads; 0 where
             that is not counted.
         grid: programs on each axis.
+        layouts: of the keys and values that the main loop reads, where that is counted.
     """
 
     kernel: Any
@@ -40,6 +42,7 @@ class Launch:
     options: dict[str, int]
     step_elements: int = 0
     grid: tuple[int | torch.SymInt, ...] = ()
+    layouts: tuple[Layout, ...] = ()
 
     def is_constant(self, name: str) -> bool:
         """Whether this argument is a ``tl.constexpr``."""
@@ -117,16 +120,18 @@ def launch(
     grid: Sequence[int | torch.SymInt],
     *args: Any,
     step_elements: int = 0,
+    layouts: tuple[Layout, ...] = (),
     **kwargs: Any,
 ) -> None:
     """Runs a generated kernel; where it is traced, Inductor sees the kernel and inlines it.
 
-    ``step_elements`` is only recorded, see `Launch`.
+    ``step_elements`` and ``layouts`` are only recorded, see `Launch`.
     """
     if (recorded := _recorded.get()) is not None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         positional = dict(zip(kernel.arg_names, args, strict=False))
-        recorded.append(Launch(kernel, positional | kwargs, options, step_elements, tuple(grid)))
+        arguments = positional | kwargs
+        recorded.append(Launch(kernel, arguments, options, step_elements, tuple(grid), layouts))
         return
     callee = kernel if interpreted() else torch.library.wrap_triton(kernel)
     callee[tuple(grid)](*args, **kwargs)

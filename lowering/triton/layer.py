@@ -9,11 +9,13 @@ from torch import Tensor
 
 from kvpass._torch import symbolic_mode, symbolic_size
 from kvpass.errors import KernelError
+from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.parse import parse_plan
 from kvpass.format.rope import Rope
+from kvpass.ops.chunks import reorder_chunks_fake
 from kvpass.ops.cos_sin import pack_cos_sin_fake
 from kvpass.ops.pack import pack_fake
-from lowering.triton import append, attention, pack, unpack
+from lowering.triton import append, attention, chunks, pack, unpack
 from lowering.triton.launch import Launch, record_launches
 
 # Sizes that do not change the kernels: tokens of the prompt, and KV heads (but where groups or
@@ -60,8 +62,12 @@ def layer_launches(
         q = keys[0].new_empty(1, heads, 1, key_dim, dtype=dtype)
         sinks = q.new_empty(heads) if with_sinks else None
         arguments = (q, keys, values, None, 1.0, k_plan, v_plan, sinks)
-        _require("attention", attention.unsupported_reason(*arguments, **variant))
-        attention.attention(*arguments, **variant)
+        if parse_plan(k_plan).op_suffix:
+            _require("attention_chunks", chunks.unsupported_attention(*arguments, **variant))
+            chunks.attention_chunks(*arguments, **variant)
+        else:
+            _require("attention", attention.unsupported_reason(*arguments, **variant))
+            attention.attention(*arguments, **variant)
     return launches
 
 
@@ -72,18 +78,40 @@ def _state(
     read. Records their kernels and that of `unpack`."""
     x = torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
     p = parse_plan(plan)
+    if isinstance(p, ChunkedPlan):
+        return _chunked_state(x, p, rotated)
     _require("pack", pack.unsupported_reason(x, plan))
     pack.pack(x, plan)
     state = pack_fake(x, plan)
-    rotary = (x.new_empty(1, 1, dim), str(Rope("halves", 0, dim)))
-    step = (state, x.new_empty(1, KV_HEADS, 1, dim), plan)
-    append.append(*step, *(rotary if rotated and p.rope is None else ()))
+    append.append(state, *_new_token(x, plan, rotated and p.rope is None))
     if p.rope is not None:
         rows = x.new_empty(1, tokens, p.rope.channels)
         state.append(pack_cos_sin_fake(rows, plan))
     length = p.logical(tokens + 1)
     _require("unpack", unpack.unsupported_reason(state, length, plan, dtype))
     unpack.unpack(state, length, plan, dtype)
+    return state
+
+
+def _new_token(x: Tensor, plan: str, rotated: bool) -> tuple[Any, ...]:
+    """What a decode step appends."""
+    dim = x.shape[3]
+    rotary = (x.new_empty(1, 1, dim), str(Rope("halves", 0, dim))) if rotated else ()
+    return (x.new_empty(1, KV_HEADS, 1, dim), plan, *rotary)
+
+
+def _chunked_state(x: Tensor, p: ChunkedPlan, rotated: bool) -> list[Tensor]:
+    """As `_state`, with room for as many tokens in each segment as all have."""
+    plan, tokens = str(p), x.shape[2]
+    tiles = -(-tokens // p.tile)
+    index = [x.new_empty(1, tiles, p.tile, dtype=torch.int32) for _ in p.codecs]
+    _require("reorder_chunks", chunks.unsupported_reorder(x, index, plan))
+    chunks.reorder_chunks(x, index, plan)
+    state = reorder_chunks_fake(x, index, plan)
+    chunks.append_chunks(state, *_new_token(x, plan, rotated))
+    state += [x.new_empty(1, tiles * p.tile, dtype=torch.int32) for _ in p.codecs]
+    _require("unpack_chunks", chunks.unsupported_unpack(state, tokens, plan, x.dtype))
+    chunks.unpack_chunks(state, tokens, plan, x.dtype)
     return state
 
 

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,7 +149,7 @@ def unsupported_state(state: Sequence[Tensor], plan: str) -> str | None:
     return layout.unsupported_reason() or unsupported_dtype(s.tokens, "the cache")
 
 
-def head_constants(layout: Layout, heads: int) -> dict[str, int]:
+def head_constants(layout: Layout, heads: int) -> dict[str, Any]:
     """Constants of kernels that encode ``HEADS`` of a token's ``heads`` together."""
     together = layout.heads_per_group if layout.axis == "token" else heads
     return {"KV_HEADS": heads, "HEADS": together, "HEADS_PADDED": next_power_of_2(together)}

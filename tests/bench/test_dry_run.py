@@ -56,6 +56,23 @@ def test_nothing_fails_is_copied_or_waits(found):
     assert "decode" in str(dry_run_section(route, graphs))
 
 
+def test_chunks(monkeypatch):
+    monkeypatch.setattr(module, "_SHAPE", replace(module._SHAPE, layers=1))
+    graphs = dry_run(Route("cocktail", torch.bfloat16, "dynamic", 2, 90))
+    for graph in graphs:
+        assert [k.problem for k in graph.failed] == []
+        assert graph.clones == graph.refused == ()
+        assert graph.right
+    prefill, decode = graphs
+    assert prefill.providers == {"reorder_chunks by triton": 2}
+    assert decode.providers == {
+        "copy_cos_sin by aten": 1, "append_chunks by triton": 2, "attention_chunks by triton": 1,
+    }  # fmt: skip
+    # Where its tokens go is computed on the host.
+    assert [w.split(":")[0] for w in prefill.waits] == ["_to_copy at kvpass/cocktail/placement.py"]
+    assert decode.waits == ()
+
+
 def test_kernels_are_inspected_as_inductor_compiles_them(found):
     """`kvpass kernels` and the gates give the compiler what Inductor does."""
     route, graphs = found

@@ -51,6 +51,8 @@ KIVI = (
     ("int2.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"),
     ("int4.channel32/window=0,pack_every=128", "int4.token32/window=128,pack_every=1"),
 )
+# The bounds of a chunk by its bits are those of a whole cache.
+CHUNKS = {2: KIVI[0], 4: KIVI[1], 16: ("fp", "fp")}
 BOUNDED = {"causal": True, "window": 1024}
 CAPPED = {"softcap": 30.0, "with_sinks": True}
 # The same for variants of attention: what plans keep, arguments, and a bound for the first of
@@ -92,7 +94,7 @@ def test_the_formats_of_every_recipe_have_a_bound():
             # Mixes formats of the others.
             continue
         if isinstance(known, Cocktail):
-            # No kernel of a GPU takes it yet.
+            assert known.bits == tuple(CHUNKS)
             continue
         if isinstance(known, Kvmix):
             keys = {f"int{b}.channel32" for b in (known.key_bits, known.more_key_bits)}
@@ -143,8 +145,19 @@ def test_main_loop_of_variants(name):
     check_main_loop(plans, 90, bound, **variant)
 
 
+def test_main_loops_of_chunks():
+    """One for each number of bits, which compiles to what a cache of those bits does."""
+    plan = recipe("cocktail").layer_plan("*", HEAD_DIM, HEAD_DIM)
+    reports = main_loops((str(plan.keys), str(plan.values)), 90)
+    for report, plans in zip(reports, CHUNKS.values(), strict=True):
+        check_report(report, BOUNDS[plans])
+
+
 def check_main_loop(plans, capability, bound, **variant):
-    report = main_loop(plans, capability, **variant)
+    check_report(main_loop(plans, capability, **variant), bound)
+
+
+def check_report(report, bound):
     assert not report.spills
     # Codes become numbers by masking.
     assert report.main_loop["I2F"] == report.main_loop["I2FP"] == 0
@@ -152,16 +165,21 @@ def check_main_loop(plans, capability, bound, **variant):
 
 
 def main_loop(plans, capability, **variant):
-    """The report of attention, whose main loop reads what was copied to shared memory before."""
+    (report,) = main_loops(plans, capability, **variant)
+    return report
+
+
+def main_loops(plans, capability, **variant):
+    """The reports of attention, whose main loops read what was copied to shared memory before."""
     launches = layer_launches(
         *plans, key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS_PER_GROUP, **variant
     )
-    (launch,) = (x for x in launches if x.step_elements)
-    report = inspect_launch(launch, capability)
-    assert report.per_element is not None, "no main loop was found"
-    assert matrix_products(report.main_loop) > 0
-    assert report.main_loop["LDG"] == 0
-    return report
+    reports = [inspect_launch(x, capability) for x in launches if x.step_elements]
+    for report in reports:
+        assert report.per_element is not None, "no main loop was found"
+        assert matrix_products(report.main_loop) > 0
+        assert report.main_loop["LDG"] == 0
+    return reports
 
 
 @pytest.mark.parametrize("name", CALIBRATED)
