@@ -109,6 +109,14 @@ def constant_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
     return node
 
 
+def constant_beside(graph: Graph, value: Tensor, x: Node) -> Node:
+    """The constant ``value`` on the device of ``x``, for a call that gets both."""
+    example = x.meta["example_value"]
+    node = constant_node(graph, value, example.device)
+    node.meta["example_value"] = example.new_empty(value.shape, dtype=value.dtype)
+    return node
+
+
 def drop_constants(graph: Graph) -> None:
     """Takes all constants from the graph's module: none is read any more."""
     owner = _owner(graph)

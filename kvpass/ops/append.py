@@ -13,7 +13,8 @@ from kvpass.ops.pack import fill_sinks, write_packed
 from kvpass.ops.ring import read_ring, write_ring
 
 APPEND_ARGUMENTS = (
-    "(Tensor(a!)[] state, Tensor new, str plan, Tensor? cos_sin=None, str? rope=None) -> ()"
+    "(Tensor(a!)[] state, Tensor new, str plan, Tensor? cos_sin=None, str? rope=None, "
+    "Tensor? clip=None) -> ()"
 )
 
 
@@ -23,6 +24,7 @@ def append(
     plan: str,
     cos_sin: Tensor | None = None,
     rope: str | None = None,
+    clip: Tensor | None = None,
 ) -> None:
     """Reference of ``kvpass::append``.
 
@@ -39,6 +41,8 @@ def append(
         cos_sin: ``[B or 1, n, R]`` of new tokens that are keys before their rotary embedding, see
             `kvpass.format.rope.Rope`; None if nothing is to be rotated.
         rope: a printed `Rope`: how they are rotated before they are stored.
+        clip: float32 ``[H * groups]``, the plan's factors of clipping if each group has its own;
+            for kernels that cannot keep a tensor of them.
     """
     s, new = State.of(state, plan), rotated(new, cos_sin, rope)
     p, n, ends = s.plan, new.shape[2], s.segment_ends

@@ -130,6 +130,7 @@ def append_chunks(
     plan: str,
     cos_sin: Tensor | None = None,
     rope: str | None = None,
+    clip: Tensor | None = None,
 ) -> None:
     """Reference of ``kvpass::append_chunks``, see `kvpass.ops.append.append`: the new tokens
     ``[B, H, n, D]`` of a decode step go behind each row's exact ones."""

@@ -11,7 +11,7 @@ from kvpass.format.state import State, empty_state
 from kvpass.ops.library import define
 from kvpass.ops.ring import ring_runs, write_ring
 
-SCHEMA = "pack(Tensor new, str plan, Tensor? ranges=None) -> Tensor[]"
+SCHEMA = "pack(Tensor new, str plan, Tensor? ranges=None, Tensor? clip=None) -> Tensor[]"
 
 
 def write_packed(state: State, start: int, x: Tensor) -> None:
@@ -37,13 +37,16 @@ def fill_sinks(state: State, total: int, new: Tensor) -> Tensor:
     return new[:, :, count:]
 
 
-def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
+def pack(
+    new: Tensor, plan: str, ranges: Tensor | None = None, clip: Tensor | None = None
+) -> list[Tensor]:
     """Reference of ``kvpass::pack``.
 
     Args:
         new: ``[B, H, T, D]``, floating; all tokens of the prompt.
         plan: a printed `TensorPlan`.
         ranges: qparams ``[H, 1, D]`` of a codec whose ranges are calibrated.
+        clip: see `kvpass.ops.append.append`.
 
     Returns:
         The state, see `kvpass.format.state.State`, without what all layers share: whole packed runs
@@ -70,7 +73,9 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     return state.tensors
 
 
-def pack_fake(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
+def pack_fake(
+    new: Tensor, plan: str, ranges: Tensor | None = None, clip: Tensor | None = None
+) -> list[Tensor]:
     """Shapes of `pack`."""
     p, tokens = parse_plan(plan), new.shape[2]
     return empty_state(new, p, p.packed(tokens - p.skipped(tokens))).tensors

@@ -11,7 +11,7 @@ from kvpass.graph.analysis.effects import changes
 from kvpass.graph.analysis.reads import last_reader
 from kvpass.graph.analysis.updates import CacheUpdate
 from kvpass.graph.logical_calls import AppendCall, PackedCall
-from kvpass.graph.orders import constant_node
+from kvpass.graph.orders import constant_beside
 from kvpass.graph.packed_readers import unpacked
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.ops import logical
@@ -100,9 +100,7 @@ def _append(update: CacheUpdate, stored: StoragePlan, graph: Graph) -> Node:
     whole = stored.plan.window_size is not None and update.returned is update.cat
     constant = None
     if stored.ranges is not None:
-        example, ranges = update.new.meta["example_value"], stored.ranges.tensor()
-        constant = constant_node(graph, ranges, example.device)
-        constant.meta["example_value"] = example.new_empty(ranges.shape, dtype=ranges.dtype)
+        constant = constant_beside(graph, stored.ranges.tensor(), update.new)
     call = AppendCall(update.past, update.new, str(stored.plan), whole, ranges=constant)
     packed = call.insert(graph)
     packed.meta = {**update.cat.meta}

@@ -23,6 +23,7 @@ def unsupported_reason(
     plan: str,
     cos_sin: Tensor | None = None,
     rope: str | None = None,
+    clip: Tensor | None = None,
     *,
     segments: int = 1,
 ) -> str | None:
@@ -55,6 +56,7 @@ def append(
     plan: str,
     cos_sin: Tensor | None = None,
     rope: str | None = None,
+    clip: Tensor | None = None,
     *,
     segments: int = 1,
 ) -> None:

@@ -18,7 +18,9 @@ def _unbounded(plan: str) -> str:
     return str(unbounded(parse_plan(plan)))
 
 
-def unsupported_reason(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
+def unsupported_reason(
+    new: Tensor, plan: str, ranges: Tensor | None = None, clip: Tensor | None = None
+) -> str | None:
     """Why C++ declines these arguments of ``kvpass::pack``, or None."""
     dim = int(new.shape[3])
     return (
@@ -28,7 +30,9 @@ def unsupported_reason(new: Tensor, plan: str, ranges: Tensor | None = None) -> 
     )
 
 
-def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
+def pack(
+    new: Tensor, plan: str, ranges: Tensor | None = None, clip: Tensor | None = None
+) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that are supported."""
     p = parse_plan(plan)
     new = dense(new[:, :, p.skipped(new.shape[2]) :])

@@ -18,7 +18,7 @@ from lowering.triton.heuristics import encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
     capacity_tiles,
-    clip_factor,
+    clip_argument,
     head_constants,
     layout_of,
     stored,
@@ -37,6 +37,7 @@ def unsupported_reason(
     plan: str,
     cos_sin: Tensor | None = None,
     rope: str | None = None,
+    clip: Tensor | None = None,
 ) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::append``, or None."""
     if symbolic(new.shape[2]):
@@ -48,7 +49,7 @@ def unsupported_reason(
         return reason
     return (
         unsupported_device(new)
-        or unsupported_encoding(plan, int(new.shape[3]))
+        or unsupported_encoding(plan, int(new.shape[3]), clip)
         or unsupported_state(state, plan)
     )
 
@@ -59,6 +60,7 @@ def append(
     plan: str,
     cos_sin: Tensor | None = None,
     rope: str | None = None,
+    clip: Tensor | None = None,
 ) -> None:
     """As `kvpass.ops.append.append`, for arguments that are supported."""
     p = stored(parse_plan(plan))
@@ -73,7 +75,9 @@ def append(
         "WINDOW": p.retention.window,
         "PACK_EVERY": p.retention.pack_every,
     }
-    kernels, arguments = _step(state, new, layout, cos_sin, rope)
+    factors = clip_argument(p, clip)
+    each = {"clip_each": True} if isinstance(factors, Tensor) else {}
+    kernels, arguments = _step(state, new, layout, cos_sin, rope, **each)
     padded = next_power_of_2(steps)
     if layout.cross_head:
         together = head_constants(layout, heads)
@@ -86,7 +90,7 @@ def append(
         # The ring bounds how many tokens can be exact, and so how many can be due.
         programs = max(1, -(-p.retention.due(layout.ring) // tokens))
         launch(
-            kernels.append_step, (batch * heads, programs), *arguments, clip_factor(p),
+            kernels.append_step, (batch * heads, programs), *arguments, factors,
             KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **ages,
         )  # fmt: skip
     launch(kernels.advance_ends, (batch,), s.segment_ends, **ages)
@@ -117,13 +121,16 @@ def _step(
     layout: Layout,
     cos_sin: Tensor | None,
     rope: str | None,
+    **variables: Any,
 ) -> tuple[ModuleType, list[Any]]:
-    """The kernels, and their arguments up to the cosines and sines."""
+    """The kernels, with more ``variables`` of the template, and their arguments up to the cosines
+    and sines."""
     new = dense(new)
     arguments = [*tensors, new, capacity_tiles(tensors[0]), *new.stride()[:3]]
     if cos_sin is None or rope is None:
-        return load_kernels("append", layout=layout), arguments
+        return load_kernels("append", layout=layout, **variables), arguments
     r = Rope.parse(rope)
-    kernels = load_kernels("append", layout=layout, rope=(r.start, r.stop, r.kind == "neighbours"))
+    rotated = (r.start, r.stop, r.kind == "neighbours")
+    kernels = load_kernels("append", layout=layout, rope=rotated, **variables)
     cos_sin = cos_sin.contiguous()
     return kernels, [*arguments, cos_sin, row_stride(cos_sin), cos_sin.stride(1)]

@@ -37,7 +37,7 @@ from lowering.triton.heuristics import (
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
     capacity_tiles,
-    clip_factor,
+    clip_argument,
     layout_of,
     unsupported_device,
     unsupported_dtype,
@@ -134,7 +134,7 @@ def _extend_segment(
         load_kernels("extend_chunks", layout=layout).extend_segment,
         (-(-count // tokens), batch * heads),
         *tensors, new, scatter_index, capacity_tiles(tensors[0]), *new.stride()[:3], count,
-        clip_factor(parse_plan(segment_plan(codec))),
+        clip_argument(parse_plan(segment_plan(codec))),
         KV_HEADS=heads, TOKENS=tokens, CLIPPED=codec.clip != 1,
     )  # fmt: skip
 

@@ -118,11 +118,11 @@ def unsupported_codec(plan: str) -> str | None:
     return None
 
 
-def unsupported_encoding(plan: str, head_dim: int) -> str | None:
-    """Why the Triton kernels cannot write tokens so, or None."""
+def unsupported_encoding(plan: str, head_dim: int, clip: Tensor | None = None) -> str | None:
+    """Why the Triton kernels cannot write tokens so, with these factors of clipping, or None."""
     codec = parse_plan(plan).codec
-    if isinstance(codec.clip, tuple):
-        return f"clip of {codec} differs between groups; the kernels take one number"
+    if isinstance(codec.clip, tuple) and clip is None:
+        return f"clip of {codec} differs between groups, and no tensor has its factors"
     if codec.clip != 1 and codec.groups.heads_per_group(head_dim) > 1:
         return f"groups of {codec} that span heads of {head_dim} are not clipped"
     return unsupported_extras(codec, "outliers") or unsupported_codec(plan)
@@ -155,7 +155,9 @@ def head_constants(layout: Layout, heads: int) -> dict[str, Any]:
     return {"KV_HEADS": heads, "HEADS": together, "HEADS_PADDED": next_power_of_2(together)}
 
 
-def clip_factor(plan: TensorPlan) -> float:
-    """The factor by which kernels multiply the ranges of all groups, of a supported plan."""
-    assert not isinstance(plan.codec.clip, tuple)
-    return float(plan.codec.clip)
+def clip_argument(plan: TensorPlan, clip: Tensor | None = None) -> float | Tensor:
+    """What kernels multiply the ranges of groups by, of a supported plan."""
+    if not isinstance(plan.codec.clip, tuple):
+        return float(plan.codec.clip)
+    assert clip is not None
+    return clip

@@ -12,7 +12,7 @@ from lowering.triton.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
     capacity_tiles,
-    clip_factor,
+    clip_argument,
     head_constants,
     layout_of,
     stored,
@@ -23,19 +23,23 @@ from lowering.triton.layouts import (
 )
 
 
-def unsupported_reason(new: Tensor, plan: str, ranges: Tensor | None = None) -> str | None:
+def unsupported_reason(
+    new: Tensor, plan: str, ranges: Tensor | None = None, clip: Tensor | None = None
+) -> str | None:
     """Why the kernel declines these arguments of ``kvpass::pack``, or None."""
     plan = str(stored(parse_plan(plan)))
     return (
         unsupported_device(new)
-        or unsupported_encoding(plan, int(new.shape[3]))
+        or unsupported_encoding(plan, int(new.shape[3]), clip)
         or unsupported_dtype(new, "the cache")
         or unsupported_heads(new)
         or layout_of(plan, int(new.shape[3])).unsupported_reason()
     )
 
 
-def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
+def pack(
+    new: Tensor, plan: str, ranges: Tensor | None = None, clip: Tensor | None = None
+) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that are supported."""
     p = parse_plan(plan)
     skipped = p.skipped(new.shape[2])
@@ -46,7 +50,9 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
     layout = layout_of(str(unbounded(stored(p))), head_dim)
     packed = p.packed(length)
     state = empty_state(new, p, packed)
-    kernels = load_kernels("pack", layout=layout)
+    factors = clip_argument(p, clip)
+    each = {"clip_each": True} if isinstance(factors, Tensor) else {}
+    kernels = load_kernels("pack", layout=layout, **each)
     # Where tokens are packed at all, less than a packed run beyond the window stays exact.
     tail = 0 if layout.identity else p.sinks + p.retention.window + p.retention.pack_every - 1
     tail_programs = -(-tail // COPIED_TOKENS)
@@ -60,7 +66,7 @@ def pack(new: Tensor, plan: str, ranges: Tensor | None = None) -> list[Tensor]:
         tokens = COPIED_TOKENS if layout.identity else encode_tokens(layout)
         programs = tail_programs + -(-packed // tokens)
     launch(
-        kernels.pack_prompt, (programs, batch * heads), *arguments, length, packed, clip_factor(p),
+        kernels.pack_prompt, (programs, batch * heads), *arguments, length, packed, factors,
         KV_HEADS=heads, TOKENS=tokens, TAIL_PROGRAMS=tail_programs, COPIED=COPIED_TOKENS,
         CLIPPED=p.codec.clip != 1,
     )  # fmt: skip

@@ -68,6 +68,26 @@ def test_head_dims(dim, codec):
     assert_same(got, expected, plan)
 
 
+@pytest.mark.parametrize("codec", ["int2.token32.fp8", "int4.token16", "int3.token40"])
+def test_clip_of_each_group(codec):
+    """Among them groups of channels that divide no run of words."""
+    heads, dim = 3, 80 if "token40" in codec else 64
+    groups = heads * dim // int(codec.split("token")[1].split(".")[0])
+    factors = [round(1 - 0.5 * i / groups, 2) for i in range(groups)]
+    plan = f"{codec}.clip{','.join(map(str, factors))}/window=9,pack_every=1"
+    x = special(keys_like(2, heads, 60, dim, torch.float16))
+    assert pack.unsupported_reason(x, plan).endswith("and no tensor has its factors")
+    clip = torch.tensor(factors)
+    assert pack.unsupported_reason(x, plan, clip=clip) is None
+    got, expected = pack.pack(x, plan, clip=clip), torch.ops.kvpass.pack(x, plan)
+    assert_same(got, expected, plan)
+    new = special(keys_like(2, heads, 14, dim, torch.float16, 1))
+    assert append.unsupported_reason(got, new, plan, clip=clip) is None
+    append.append(got, new, plan, clip=clip)
+    torch.ops.kvpass.append(expected, new, plan)
+    assert_same(got, expected, plan)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "plan", ["int4.channel32/window=0,pack_every=128", "int2.token24/window=9,pack_every=2"]

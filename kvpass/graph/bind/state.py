@@ -41,7 +41,7 @@ from kvpass.graph.logical_calls import (
     PermuteCall,
     behind_slides,
 )
-from kvpass.graph.orders import constant_node, constant_value, inverse
+from kvpass.graph.orders import constant_beside, constant_node, constant_value, inverse
 from kvpass.ops import logical
 from kvpass.ops.library import op_of
 from kvpass.tensor.packed import PackedKV
@@ -150,7 +150,8 @@ class _Binder:
             self.statics.append(self._static_step(static))
         if past is None:
             stored = str(self._stored(node))
-            self._fresh(node, add_call(self.graph, ops.pack.default, call.new, stored, call.ranges))
+            pack, constants = ops.pack.default, {"ranges": call.ranges, **self._clip(node)}
+            self._fresh(node, add_call(self.graph, pack, call.new, stored, **constants))
             if plan.rope is not None:
                 self.state[node].append(self.rotary.packed(node, stored))
             return
@@ -158,8 +159,17 @@ class _Binder:
         if plan.rope is not None:
             self.rotary.append(node, own[plan.layout.names.index("segment_ends")])
         rotated = () if call.rope is None else (self.rotary.kept(node), call.rope)
-        add_call(self.graph, op_of(plan, "append"), own, call.new, call.plan, *rotated)
+        arguments = (own, call.new, call.plan, *rotated)
+        add_call(self.graph, op_of(plan, "append"), *arguments, **self._clip(node))
         self.state[node] = self.state[past]
+
+    def _clip(self, node: Node) -> dict[str, Node]:
+        """The factors of clipping of an ``append``, if each group has its own."""
+        clip = self.plans[node].codec.clip
+        if not isinstance(clip, tuple):
+            return {}
+        factors = torch.tensor(clip, device="cpu")
+        return {"clip": constant_beside(self.graph, factors, AppendCall.at(node).new)}
 
     def _reorder(self, node: Node) -> None:
         call = AppendCall.at(node)
