@@ -25,7 +25,7 @@ def static(model: Any, room: int = 150) -> StaticCache:
 
 @pytest.mark.parametrize(
     ("name", "attention", "padded"),
-    [("fp", "sdpa", False), ("kivi-2bit", "sdpa", True), ("kivi-2bit", "eager", True)],
+    [("fp", "sdpa", False), ("kivi-2bit", "eager", True)],
 )
 def test_chats(name: str, attention: str, padded: bool) -> None:
     """A prompt, steps of one and of several tokens, and a further prompt."""

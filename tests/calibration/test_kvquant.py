@@ -144,7 +144,6 @@ CASES = [
     ("llama", "kvquant-nuq2", {"window": 6}),
     ("llama", "kvquant-nuq4", {"before_rope": False}),
     ("llama", "kvquant-nuq3-1%", {"uniform": True}),
-    ("mistral", "kvquant-nuq2-1%", {}),
     ("glm4", "kvquant-nuq4-1%", {}),
     ("gpt2", "kvquant-nuq3-1%", {}),
 ]
