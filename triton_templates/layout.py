@@ -4,7 +4,8 @@
 ``i`` hold the code of channel ``j*W + i`` (*channel plane* ``j``). A tile of words therefore holds
 every plane of its tokens. Codes of 3 bits have their low two in ``D / 8`` such words, and their
 high ones, planes of one bit, in ``D / 16`` *high words* behind them: the high bits of channel plane
-``j`` are planes ``2*j``, for the first half of its words, and ``2*j + 1``.
+``j`` are planes ``2*j``, for the first half of its words, and ``2*j + 1``. Codes of three values
+may be digits of base 3 instead, five in a byte: ten planes, the last of which may be shorter.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Block:
             (of 3 bits the low two; there is room for the high one).
         position: the code's lowest bit after the shift.
         group: the group of channels that the block lies in; 0 if it lies in several.
+        width: channels.
     """
 
     index: int
@@ -51,6 +53,7 @@ class Block:
     mask: int
     position: int
     group: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Layout:
             them, the first at slot 0.
         qparams: the format of scales and minima, ``half`` or ``fp8`` (fp8-e4m3).
         ternary_in_2bit: codes of 2 bits have three values only.
+        base3: codes of three values are digits of base 3; ``bits`` is 2.
         static_ranges: all tokens share a scale and a minimum for each channel; ``group`` is 0.
         heads_per_group: KV heads whose channels are one group; ``group`` is then ``head_dim``.
         outliers: elements of a token, of all heads, that are stored as they are.
@@ -101,6 +105,7 @@ class Layout:
     state: tuple[str, ...] = field(default=("codes", "segment_ends"), repr=False)
     extras: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     segment: tuple[int, int] | None = None
+    base3: bool = False
     by_halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
@@ -108,7 +113,7 @@ class Layout:
         if self.identity:
             return segment + "fp"
         kind = "nuq" if self.codebook else "int"
-        bits = 1.5 if self.ternary_in_2bit else self.bits
+        bits = 1.5 if self.ternary_in_2bit or self.base3 else self.bits
         text = f"{segment}{kind}{bits}.{self.axis}{self.group * self.heads_per_group}"
         text += ".ternary_in_2bit" * self.ternary_in_2bit + ".fp8" * (self.qparams == "fp8")
         text += f".outliers{self.outliers}" * (self.outliers > 0)
@@ -140,7 +145,7 @@ class Layout:
 
     @property
     def last_end(self) -> int:
-        """Which of the `segments` ends is that of all tokens here."""
+        """The index, among the `segments` ends, of that of all tokens here."""
         return self.segments - 1 if self.segment is None else self.segment[0]
 
     @property
@@ -151,7 +156,7 @@ class Layout:
     @property
     def max_code(self) -> int:
         """The largest code."""
-        return 2 if self.ternary_in_2bit else (1 << self.bits) - 1
+        return 2 if self.ternary_in_2bit or self.base3 else (1 << self.bits) - 1
 
     @property
     def plane_bits(self) -> int:
@@ -159,14 +164,19 @@ class Layout:
         return 2 if self.bits == 3 else self.bits
 
     @property
+    def planes(self) -> int:
+        """Channel planes."""
+        return 10 if self.base3 else 16 // self.plane_bits
+
+    @property
     def words(self) -> int:
         """16-bit words that hold one token's codes."""
-        return self.head_dim * self.bits // 16
+        return self.plane_words if self.base3 else self.head_dim * self.bits // 16
 
     @property
     def plane_words(self) -> int:
         """`words` that hold the channel planes: all but the high words."""
-        return self.head_dim * self.plane_bits // 16
+        return -(-self.head_dim // self.planes)
 
     @property
     def high_words(self) -> int:
@@ -194,7 +204,7 @@ class Layout:
     @property
     def width(self) -> int:
         """Words of a block: whole rows, or what also divides the groups of channels."""
-        whole_rows = self.identity or self.by_channel or self.lanewise
+        whole_rows = self.identity or self.by_channel or self.lanewise or self.base3
         return self.row if whole_rows else math.gcd(self.group, self.row)
 
     @property
@@ -202,11 +212,13 @@ class Layout:
         """Whether each lane has its own scale: blocks in one group of a token's channels would be
         too short, so that they are whole rows."""
         short = self.group > 0 and math.gcd(self.group, self.row) < _MIN_BLOCK
+        if self.base3:
+            short = self.groups > 1
         return not self.identity and self.axis == "token" and short
 
     def groups_of(self, block: Block) -> range:
         """The groups of channels that the block lies in."""
-        last = block.channel + self.width - 1
+        last = block.channel + block.width - 1
         return range(block.channel // self.group, last // self.group + 1)
 
     @property
@@ -248,19 +260,23 @@ class Layout:
         per_shift = (_MANTISSA - self.bits) // bits + 1
         made: list[Block] = []
         for chunk in range(self.chunks):
-            for plane in range(16 // bits):
+            for plane in range(self.planes):
                 shift = plane // per_shift * per_shift * bits
-                position = plane * bits - shift
+                # Digits of base 3 come as numbers.
+                position = 24 if self.base3 else plane * bits - shift
                 channel = plane * self.plane_words + chunk * self.width
                 group = 0 if self.by_channel or self.lanewise else channel // self.group
                 mask = ((1 << bits) - 1) << position
-                made.append(Block(len(made), plane, chunk, channel, shift, mask, position, group))
+                width = min(self.width, self.head_dim - channel)
+                made.append(
+                    Block(len(made), plane, chunk, channel, shift, mask, position, group, width)
+                )
         return tuple(made)
 
     @property
     def middle(self) -> int:
         """Half of the highest `Block.position`, on which scaled operands are centred."""
-        return max(block.position for block in self.blocks) // 2
+        return 24 if self.base3 else max(block.position for block in self.blocks) // 2
 
     @property
     def codebook_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -284,6 +300,10 @@ class Layout:
         if self.head_dim > _MAX_HEAD_DIM:
             return f"head_dim {self.head_dim} is more than {_MAX_HEAD_DIM}"
         if self.identity:
+            return None
+        if self.base3:
+            if self.by_channel or self.lanewise:
+                return f"base 3 of {self} at head_dim {self.head_dim} is not one group of channels"
             return None
         if self.head_dim * self.bits % 16:
             return f"head_dim {self.head_dim} at {self.bits} bits does not fill whole 16-bit words"

@@ -37,13 +37,14 @@ def layout_of(plan: str, head_dim: int) -> Layout:
     if codec.identity:
         return Layout(head_dim, sliding=sliding, state=p.layout.names)
     heads_per_group = codec.groups.heads_per_group(head_dim)
+    base3 = codec.bits == 1.5 and not codec.ternary_in_2bit
     return Layout(
-        head_dim, int(codec.words.bits), codec.axis,
+        head_dim, 2 if base3 else int(codec.words.bits), codec.axis,
         codec.group if heads_per_group == 1 else head_dim, p.ring, sliding, p.sinks,
         codec.qparams, codec.ternary_in_2bit, codec.static_ranges, heads_per_group, codec.outliers,
         codec.decoded_codebook or (), codec.midpoints,
         None if p.rope is None else (p.rope.start, p.rope.stop), p.layout.names,
-        tuple((extra.name, extra.size) for extra in codec.extras if extra.size),
+        tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3,
     )  # fmt: skip
 
 
@@ -113,8 +114,6 @@ def unsupported_codec(plan: str) -> str | None:
         return f"the half-split groups of {codec} are not supported"
     if codec.pack11:
         return f"11 codes in 32 bits of {codec} are not supported"
-    if codec.bits == 1.5 and not codec.ternary_in_2bit:
-        return f"base 3 of {codec} is not supported; the kernels take three values in 2 bits"
     return None
 
 
@@ -135,6 +134,8 @@ def unsupported_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str 
             return f"{plan} has to be decoded; that is not supported where a window slides"
         if layout.lanewise:
             return f"{plan} has to be decoded, and its groups are too short at {layout.head_dim}"
+        if layout.base3:
+            return f"{plan} has to be decoded; that is not supported in base 3"
     return None
 
 

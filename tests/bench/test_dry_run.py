@@ -139,11 +139,11 @@ def test_clones_are_found():
 def test_waits_are_found(monkeypatch):
     """Where PyTorch serves an op that reads lengths; no CUDA graph can replay that."""
     monkeypatch.setattr(module, "_SHAPE", replace(module._SHAPE, layers=1))
-    prefill, decode = dry_run(Route("skvq-k2v2", torch.bfloat16, "static", 1, 90))
+    route = Route("skvq-k2v2,group=256", torch.bfloat16, "static", 1, 90)
+    prefill, decode = dry_run(route)
     assert [w.split(":")[0] for w in prefill.waits] == ["_to_copy at kvpass/format/quantize.py"]
-    assert [w.split(":")[0] for w in decode.waits] == [
-        "_local_scalar_dense at kvpass/format/state.py", "kvpass",
-    ]  # fmt: skip
+    read = ["_local_scalar_dense at kvpass/format/state.py", "kvpass"]
+    assert [w.split(":")[0] for w in decode.waits] == 2 * read
     assert decode.obstacle.startswith("kvpass::append runs in plain PyTorch")
     assert decode.clones == ()
 

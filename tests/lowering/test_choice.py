@@ -107,10 +107,11 @@ def test_what_no_kernel_rotates_is_rotated_before(plan, dtype, provider, reason)
     [
         ("int3.token64/window=0,pack_every=1", None, None),
         ("int1.5.token64.ternary_in_2bit.fp8.clip0.9/sinks=5,window=0,pack_every=1", None, None),
+        ("int1.5.token64/window=0,pack_every=1", None, None),
         (
-            "int1.5.token64/window=0,pack_every=1",
-            "base 3 of int1.5.token64 is not supported; the kernels take three values in 2 bits",
-            "base 3 of int1.5.token64 is not supported; the kernels take three values in 2 bits",
+            "int1.5.token32/window=0,pack_every=1",
+            "base 3 of int1.5.token32 at head_dim 64 is not one group of channels",
+            "the groups of keys int1.5.token32/window=0,pack_every=1 are too short at head_dim 64",
         ),
         (
             "int3.token64.pack11/window=0,pack_every=1",

@@ -26,7 +26,6 @@ from tests.triton_templates.kernel_reference import (
 pytestmark = pytest.mark.interpreter
 
 
-# Relative error of the output, by the query's dtype.
 def check(plans, keys, values, q, mask=None, tolerance=None, **variant):
     scale = q.shape[3] ** -0.5
     arguments = (q, keys, values, mask, scale, *plans)
@@ -110,6 +109,8 @@ FORMATS = [
     ("int4.channel32", "int4.token32", 128, 64, 4),
     ("fp", "int8.token128", 64, 256, 1),
     ("int2.token64.fp8", "int1.5.token128.ternary_in_2bit.fp8", 128, 128, 4),
+    ("int2.token128.fp8", "int1.5.token128.fp8", 128, 128, 4),
+    ("int1.5.token64", "int1.5.token160", 64, 160, 1),
     ("int3.channel32", "int3.token32", 128, 128, 4),
     ("int3.token64", "int3.token16", 64, 96, 12),
     ("int1.channel64", "int1.token128", 128, 128, 8),

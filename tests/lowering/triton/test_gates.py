@@ -68,6 +68,12 @@ def budget(plans: tuple[str, str], capability: int) -> float:
     return instruction_budget(k, v, capability)
 
 
+# Over its budget: a digit of base 3 is a quotient of its byte, two instructions for two of them. And
+# rows of 13 words are read a word at a time, which nothing copies ahead. Three values in two bits
+# (`ternary_in_2bit`) take 23% more memory, and neither.
+BASE3 = (f"int2.token128.fp8{SINKS}", f"int1.5.token128.fp8{SINKS}")
+BASE3_BOUND = 2.50
+
 # Formats that are decoded before they are multiplied, all over their budget of 2 to 4: a code is
 # looked up in a table (2 to 4 instructions an element of keys and values), keys are scaled and
 # rotated in half precision (2 of keys), and an outlier is compared with all channels of its head (2
@@ -106,9 +112,9 @@ def test_the_formats_of_every_recipe_have_a_bound():
             continue
         if known.calibrated:
             # Orders change no kernel of attention, and clips only those that write.
-            known = recipe(name, clip=False, reorder=False, ternary_in_2bit=True)
+            known = recipe(name, clip=False, reorder=False)
         plan = known.layer_plan("*", HEAD_DIM, HEAD_DIM)
-        assert (str(plan.keys), str(plan.values)) in BOUNDS, name
+        assert (str(plan.keys), str(plan.values)) in [*BOUNDS, BASE3], name
 
 
 @pytest.mark.parametrize("capability", TARGETS.values())
@@ -145,6 +151,11 @@ def test_main_loop_of_variants(name):
     check_main_loop(plans, 90, bound, **variant)
 
 
+def test_main_loop_in_base_3():
+    assert budget(BASE3, 90) < BASE3_BOUND, "write down no reason"
+    check_report(main_loop(BASE3, 90, copied_ahead=False), BASE3_BOUND)
+
+
 def test_main_loops_of_chunks():
     """One for each number of bits, which compiles to what a cache of those bits does."""
     plan = recipe("cocktail").layer_plan("*", HEAD_DIM, HEAD_DIM)
@@ -169,7 +180,7 @@ def main_loop(plans, capability, **variant):
     return report
 
 
-def main_loops(plans, capability, **variant):
+def main_loops(plans, capability, copied_ahead=True, **variant):
     """The reports of attention, whose main loops read what was copied to shared memory before."""
     launches = layer_launches(
         *plans, key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=HEADS_PER_GROUP, **variant
@@ -178,7 +189,7 @@ def main_loops(plans, capability, **variant):
     for report in reports:
         assert report.per_element is not None, "no main loop was found"
         assert matrix_products(report.main_loop) > 0
-        assert report.main_loop["LDG"] == 0
+        assert (report.main_loop["LDG"] == 0) == copied_ahead
     return reports
 
 
