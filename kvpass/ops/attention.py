@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import inspect
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ class AttentionArguments(NamedTuple):
     """
 
     q: Tensor
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
     mask: Tensor | None
     scale: float
     k_plan: str
@@ -52,6 +52,14 @@ class AttentionArguments(NamedTuple):
     def states(self) -> tuple[State, State]:
         """Keys and values."""
         return State.of(self.keys, self.k_plan), State.of(self.values, self.v_plan)
+
+
+# For `torch.library.triton_op`, which reads an op's schema there.
+_TYPES = get_type_hints(AttentionArguments)
+_PARAMETERS = inspect.signature(AttentionArguments).parameters.values()
+SIGNATURE = inspect.Signature(
+    [p.replace(annotation=_TYPES[p.name]) for p in _PARAMETERS], return_annotation=Tensor
+)
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:

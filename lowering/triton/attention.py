@@ -80,23 +80,9 @@ def unsupported_query(a: AttentionArguments, kv_heads: int) -> str | None:
     return unsupported_device(q)
 
 
-# triton_op reads the schema from the signature.
-def attention(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None = None,
-    causal: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def attention(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.attention.attention`, for arguments that are supported."""
-    state = (q, keys, values, mask, scale, k_plan, v_plan)
-    a = AttentionArguments(*state, sinks, causal, window, softcap)
+    a = AttentionArguments(*args, **kwargs)
     return attend(_sizes(a), *a)
 
 

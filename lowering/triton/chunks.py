@@ -215,30 +215,16 @@ def unsupported_attention(*args: Any, **kwargs: Any) -> str | None:
     )
 
 
-# triton_op reads the schema from the signature.
-def attention_chunks(
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    sinks: Tensor | None = None,
-    causal: bool = False,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.chunks.attention_chunks`, for arguments that are supported: a launch for each
     segment, and one that weighs all of their splits together."""
-    state = (q, keys, values, mask, scale, k_plan, v_plan)
-    a = AttentionArguments(*state, sinks, causal, window, softcap)
-    batch, heads, queries, _ = q.shape
+    a = AttentionArguments(*args, **kwargs)
+    batch, heads, queries, _ = a.q.shape
     segments = list(_segments(a))
     kv_heads, value_dim = segments[0].arguments.keys[0].shape[1], segments[0].layouts[1].head_dim
     rows = heads // kv_heads * queries
     sizes = [
-        attention_sizes(*x.layouts, rows, batch * kv_heads, x.arguments.keys[0].shape[2], q)
+        attention_sizes(*x.layouts, rows, batch * kv_heads, x.arguments.keys[0].shape[2], a.q)
         for x in segments
     ]
     splits = [s.splits + s.edge_splits for s in sizes]
@@ -249,7 +235,7 @@ def attention_chunks(
             x.arguments, x.layouts, size, sums, count, tiles, positions=x.positions,
             positions_count=x.positions.shape[1], window_size=0,
             # A step is exact: what is packed has come before it.
-            CAUSAL=causal and x.layouts[0].identity, ALL_SPLITS=sum(splits), FIRST_SPLIT=first,
+            CAUSAL=a.causal and x.layouts[0].identity, ALL_SPLITS=sum(splits), FIRST_SPLIT=first,
         )  # fmt: skip
         first += count
     return merged(a, x.layouts, size, sums)

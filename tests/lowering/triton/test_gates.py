@@ -68,8 +68,8 @@ def budget(plans: tuple[str, str], capability: int) -> float:
     return instruction_budget(k, v, capability)
 
 
-# Over its budget: a digit of base 3 is a quotient of its byte, two instructions for two of them. And
-# rows of 13 words are read a word at a time, which nothing copies ahead. Three values in two bits
+# Over its budget: a digit of base 3 is a quotient of its byte, two instructions for two of them.
+# Rows of 13 words are read one by one, too, and not copied ahead. Three values in two bits
 # (`ternary_in_2bit`) take 23% more memory, and neither.
 BASE3 = (f"int2.token128.fp8{SINKS}", f"int1.5.token128.fp8{SINKS}")
 BASE3_BOUND = 2.50
