@@ -66,12 +66,14 @@ class Layout:
         axis: what shares a scale and a minimum: ``group`` consecutive tokens of a ``channel``, or
             ``group`` consecutive channels of a ``token``.
         group: see ``axis``; 0 for 16 bits.
-        ring: slots of the window of exact tokens; 0 for 16 bits.
+        ring: slots of the window of exact tokens; 0 for 16 bits. If it grows, kernels get them.
         sliding: the token at position ``t`` is stored at slot ``t % capacity``.
         sinks: first tokens that stay exact, in a tensor of their own; packed tokens come behind
             them, the first at slot 0.
         qparams: the format of scales and minima, ``half`` or ``fp8`` (fp8-e4m3).
         ternary_in_2bit: codes of 2 bits have three values only.
+        ratio: numerator and denominator of the ratio of tokens that stay exact, whose window grows.
+        pivotal: that is a ratio of exact tokens, not of all.
         base3: codes of three values are digits of base 3; ``bits`` is 2.
         static_ranges: all tokens share a scale and a minimum for each channel; ``group`` is 0.
         heads_per_group: KV heads whose channels are one group; ``group`` is then ``head_dim``.
@@ -106,6 +108,8 @@ class Layout:
     extras: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     segment: tuple[int, int] | None = None
     base3: bool = False
+    ratio: tuple[int, int] | None = None
+    pivotal: bool = False
     by_halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
@@ -147,6 +151,11 @@ class Layout:
     def last_end(self) -> int:
         """The index, among the `segments` ends, of that of all tokens here."""
         return self.segments - 1 if self.segment is None else self.segment[0]
+
+    @property
+    def grows(self) -> bool:
+        """Whether the window of exact tokens grows with the context."""
+        return self.ratio is not None
 
     @property
     def by_channel(self) -> bool:
@@ -299,6 +308,8 @@ class Layout:
         """Why the kernels cannot work on this layout, or None."""
         if self.head_dim > _MAX_HEAD_DIM:
             return f"head_dim {self.head_dim} is more than {_MAX_HEAD_DIM}"
+        if self.grows and self.cross_head:
+            return f"a window that grows is not supported where heads are encoded together ({self})"
         if self.identity:
             return None
         if self.base3:

@@ -21,6 +21,7 @@ from lowering.triton.layouts import (
     clip_argument,
     head_constants,
     layout_of,
+    rooms,
     stored,
     symbolic,
     unsupported_device,
@@ -77,7 +78,7 @@ def append(
     }
     factors = clip_argument(p, clip)
     each = {"clip_each": True} if isinstance(factors, Tensor) else {}
-    kernels, arguments = _step(state, new, layout, cos_sin, rope, **each)
+    kernels, arguments = _step(state, rooms(s, layout), new, layout, cos_sin, rope, **each)
     padded = next_power_of_2(steps)
     if layout.cross_head:
         together = head_constants(layout, heads)
@@ -88,7 +89,8 @@ def append(
     else:
         tokens = encode_tokens(layout)
         # The ring bounds how many tokens can be exact, and so how many can be due.
-        programs = max(1, -(-p.retention.due(layout.ring) // tokens))
+        most = s.window.shape[2] if layout.grows else max(1, p.retention.due(layout.ring))
+        programs = -(-most // tokens)
         launch(
             kernels.append_step, (batch * heads, programs), *arguments, factors,
             KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **ages,
@@ -105,7 +107,8 @@ def append_exact(
 ) -> None:
     """`append` where all tokens are stored as they are, in the ``tensors`` of this layout."""
     batch, heads, steps, _ = new.shape
-    kernels, arguments = _step(tensors, new, layout, cos_sin, rope)
+    room = (capacity_tiles(tensors[0]),)
+    kernels, arguments = _step(tensors, room, new, layout, cos_sin, rope)
     # Nothing is ever due.
     ages: dict[str, Any] = {"NEW": steps, "WINDOW": 0, "PACK_EVERY": 1}
     launch(
@@ -117,6 +120,7 @@ def append_exact(
 
 def _step(
     tensors: Sequence[Tensor],
+    rooms: tuple[int, ...],
     new: Tensor,
     layout: Layout,
     cos_sin: Tensor | None,
@@ -126,7 +130,7 @@ def _step(
     """The kernels, with more ``variables`` of the template, and their arguments up to the cosines
     and sines."""
     new = dense(new)
-    arguments = [*tensors, new, capacity_tiles(tensors[0]), *new.stride()[:3]]
+    arguments = [*tensors, new, *rooms, *new.stride()[:3]]
     if cos_sin is None or rope is None:
         return load_kernels("append", layout=layout, **variables), arguments
     r = Rope.parse(rope)

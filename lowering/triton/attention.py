@@ -16,9 +16,9 @@ from lowering.support import dense, interpreted, unsupported_formats
 from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes, dequant_first
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
-    capacity_tiles,
     cos_sin_stride,
     layout_of,
+    rooms,
     symbolic,
     unsupported_codec,
     unsupported_decoding,
@@ -37,8 +37,9 @@ from lowering.triton.tuning import (
 from triton_templates import Layout, next_power_of_2, render
 
 _LOG2_E = math.log2(math.e)
-# Splits that the merge reads at a time.
-_MERGE_STEP = 16
+# Splits that the merge reads at a time, at most: one round for most launches, as each waits for its
+# reads.
+_MERGE_STEP = 64
 
 
 def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
@@ -130,8 +131,8 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
         more = {"window_size": keys.plan.window_size or 0}
     sums = empty_sums(a, keys.tokens.shape[1], v.head_dim, splits)
-    tiles = capacity_tiles(keys.codes), capacity_tiles(values.codes)
-    launch_splits(a, (k, v), sizes, sums, splits, tiles, **more)
+    room = rooms(keys, k), rooms(values, v)
+    launch_splits(a, (k, v), sizes, sums, splits, room, **more)
     return merged(a, (k, v), sizes, sums)
 
 
@@ -154,7 +155,7 @@ def launch_splits(
     sizes: AttentionSizes,
     sums: Sums,
     splits: int,
-    tiles: tuple[int, int],
+    room: tuple[tuple[int, ...], tuple[int, ...]],
     **more: Any,
 ) -> None:
     """Launches ``attention_split``.
@@ -166,7 +167,7 @@ def launch_splits(
         sizes: of the launch.
         sums: to be written.
         splits: programs that share the tokens of a KV head.
-        tiles: `capacity_tiles` of keys and of values.
+        room: `rooms` of keys and of values.
         more: the arguments that not every kernel has, and constants that differ.
     """
     q = dense(a.q)
@@ -176,8 +177,8 @@ def launch_splits(
     kv_heads = heads * queries // rows
     kind, mask, mask_strides = _mask_arguments(q, a.mask)
     launch(
-        kernels.attention_split, (pairs, splits, -(-rows // sizes.columns)),
-        q, *a.keys, tiles[0], *a.values, tiles[1], mask=mask, partial=sums[0], statistics=sums[1],
+        kernels.attention_split, (pairs * -(-rows // sizes.columns), splits),
+        q, *a.keys, *room[0], *a.values, *room[1], mask=mask, partial=sums[0], statistics=sums[1],
         query_batch=q.stride(0), query_head=q.stride(1), query_token=q.stride(2),
         mask_batch=mask_strides[0], mask_head=mask_strides[1], mask_query=mask_strides[2],
         mask_token=mask_strides[3], scale=a.scale * _LOG2_E, cap=a.softcap * _LOG2_E,
@@ -200,14 +201,14 @@ def merged(
     batch, heads, queries, _ = a.q.shape
     pairs, splits, rows, value_dim = sums[0].shape
     out = a.q.new_empty((batch, heads, queries, value_dim))
-    sinks = a.sinks
+    sinks, padded = a.sinks, next_power_of_2(splits)
     if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
     launch(
         kernels.attention_merge, (pairs, rows),
         *sums, a.q if sinks is None else sinks, out,
         KV_HEADS=heads * queries // rows, QUERIES=queries, ROWS=rows, SPLITS=splits,
-        SPLITS_PADDED=next_power_of_2(splits), STEP=_MERGE_STEP, SINKS=sinks is not None,
+        SPLITS_PADDED=padded, STEP=min(_MERGE_STEP, padded), SINKS=sinks is not None,
     )  # fmt: skip
     return out
 

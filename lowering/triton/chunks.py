@@ -230,9 +230,10 @@ def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     splits = [s.splits + s.edge_splits for s in sizes]
     sums, first = empty_sums(a, kv_heads, value_dim, sum(splits)), 0
     for x, size, count in zip(segments, sizes, splits, strict=True):
-        tiles = capacity_tiles(x.arguments.keys[0]), capacity_tiles(x.arguments.values[0])
+        codes = x.arguments.keys[0], x.arguments.values[0]
+        room = (capacity_tiles(codes[0]),), (capacity_tiles(codes[1]),)
         launch_splits(
-            x.arguments, x.layouts, size, sums, count, tiles, positions=x.positions,
+            x.arguments, x.layouts, size, sums, count, room, positions=x.positions,
             positions_count=x.positions.shape[1], window_size=0,
             # A step is exact: what is packed has come before it.
             CAUSAL=a.causal and x.layouts[0].identity, ALL_SPLITS=sum(splits), FIRST_SPLIT=first,

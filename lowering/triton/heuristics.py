@@ -15,12 +15,15 @@ _MAX_COLUMNS = 16
 MAX_ROWS = 128
 # Multiprocessors to fill where the device cannot be asked: fake tensors on a machine without a GPU.
 _DEFAULT_PROCESSORS = 132
-# Programs to have in flight on each multiprocessor.
-_OCCUPANCY = 10
+# Programs to have in flight on each multiprocessor: of one warp, with as many registers as KIVI's
+# kernels have. More would wait for these to end.
+_OCCUPANCY = 8
 _MAX_SPLITS = 128
 # A program of the exact window walks about this many tokens.
 _EDGE_TOKENS = 256
 _EDGE_TILE = 32
+# The same of a window that grows, whatever it holds.
+_GROWN_EDGES = 8
 # Tokens of tiles to try: at least the rows of a tensor-core product.
 _MIN_TILE, _MAX_TILE = 16, 128
 _MAX_WARPS = 4
@@ -96,7 +99,7 @@ def attention_sizes(
         edge_tile=_edge_tile(part, k, v),
         columns=columns,
         splits=_splits(tile, pairs, capacity, query.device),
-        edge_splits=max(1, max(k.ring, v.ring) // _EDGE_TOKENS),
+        edge_splits=_edge_splits(k, v),
         warps=_warps(max(k.exact_lanes, v.exact_lanes), columns, wide),
     )
 
@@ -133,6 +136,12 @@ def _edge_tile(part: int, k: Layout, v: Layout) -> int:
     # both decoded and exact.
     few = v.lanewise or v.bits == 1 or dequant_first(k, v)
     return min(16 if few else _EDGE_TILE, part)
+
+
+def _edge_splits(k: Layout, v: Layout) -> int:
+    if k.grows or v.grows:
+        return _GROWN_EDGES
+    return max(1, max(k.ring, v.ring) // _EDGE_TOKENS)
 
 
 def _warps(lanes: int, columns: int, wide: bool) -> int:

@@ -45,6 +45,7 @@ def layout_of(plan: str, head_dim: int) -> Layout:
         codec.decoded_codebook or (), codec.midpoints,
         None if p.rope is None else (p.rope.start, p.rope.stop), p.layout.names,
         tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3,
+        ratio=p.retention.ratio if p.grows else None, pivotal=p.retention.pivotal > 0,
     )  # fmt: skip
 
 
@@ -56,6 +57,12 @@ def stored(plan: TensorPlan) -> TensorPlan:
 def capacity_tiles(codes: Tensor) -> int:
     """Tiles of `CAPACITY_TILE` tokens that there is room for beside ``codes`` ``[B, H, C, W]``."""
     return codes.shape[2] // CAPACITY_TILE
+
+
+def rooms(state: State, layout: Layout) -> tuple[int, ...]:
+    """The tiles that a state has room for, and if its window grows the slots of that."""
+    tiles = capacity_tiles(state.codes)
+    return (tiles, state.window.shape[2]) if layout.grows else (tiles,)
 
 
 def cos_sin_stride(state: State) -> int:
@@ -108,8 +115,6 @@ def unsupported_codec(plan: str) -> str | None:
         return "exact keys before their rotary embedding are not supported"
     if reason := unsupported_groups(codec) or unsupported_filter(plan):
         return reason
-    if p.grows:
-        return f"the window of {plan} grows with the context"
     if codec.half_split:
         return f"the half-split groups of {codec} are not supported"
     if codec.pack11:
@@ -136,6 +141,8 @@ def unsupported_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str 
             return f"{plan} has to be decoded, and its groups are too short at {layout.head_dim}"
         if layout.base3:
             return f"{plan} has to be decoded; that is not supported in base 3"
+        if layout.grows:
+            return f"{plan} has to be decoded; that is not supported where the window grows"
     return None
 
 

@@ -11,10 +11,10 @@ from lowering.support import dense, unbounded
 from lowering.triton.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
-    capacity_tiles,
     clip_argument,
     head_constants,
     layout_of,
+    rooms,
     stored,
     unsupported_device,
     unsupported_dtype,
@@ -55,10 +55,12 @@ def pack(
     kernels = load_kernels("pack", layout=layout, **each)
     # Where tokens are packed at all, less than a packed run beyond the window stays exact.
     tail = 0 if layout.identity else p.sinks + p.retention.window + p.retention.pack_every - 1
+    if layout.grows:
+        tail = length - packed
     tail_programs = -(-tail // COPIED_TOKENS)
     new = dense(new)
     strides = (new.stride(0), new.stride(1), new.stride(2))
-    arguments = (*state.tensors, new, capacity_tiles(state.codes), *strides)
+    arguments = (*state.tensors, new, *rooms(state, layout), *strides)
     if layout.cross_head:
         # At least one program stores how long sequences are.
         tokens, programs = COPIED_TOKENS, max(1, tail_programs)

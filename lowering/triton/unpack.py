@@ -13,9 +13,9 @@ from lowering.support import unsupported_conversion, unsupported_extras
 from lowering.triton.heuristics import decode_tokens
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
-    capacity_tiles,
     cos_sin_stride,
     layout_of,
+    rooms,
     unsupported_device,
     unsupported_heads,
     unsupported_state,
@@ -55,7 +55,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
     launch(
         kernels.unpack_tokens, (programs, batch * heads),
-        *state, out, capacity_tiles(s.codes), cos_sin_stride(s), tokens,
+        *state, out, *rooms(s, layout), cos_sin_stride(s), tokens,
         KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
     )  # fmt: skip
     return out

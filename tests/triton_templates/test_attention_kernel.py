@@ -89,6 +89,15 @@ def test_pairs_of_formats(plans):
     check(plans, *states(plans, 333, steps=(1, 5)), query(1, 4, 1, 64))
 
 
+@pytest.mark.parametrize("tokens", [7, 333])
+def test_windows_that_grow(tokens):
+    plans = (
+        "int2.channel32/sinks=3,window=0,pack_every=32,fraction=0.2",
+        "int2.token32/sinks=3,window=9,pack_every=1,pivotal=0.3",
+    )
+    check(plans, *states(plans, tokens), query(1, 4, 1, 64))
+
+
 # Codecs of keys and of values, their head dimensions, and query heads on the one KV head.
 FORMATS = [
     ("int2.channel64", "int8.token64", 64, 64, 8),

@@ -22,6 +22,8 @@ PLANS = [
     "int2.channel16/window=8,pack_every=32",
     "int4.token16/window=5,pack_every=7",
     "int8.token64/window=0,pack_every=3",
+    "int2.channel32/window=0,pack_every=32,fraction=0.2",
+    "int4.token32/sinks=3,window=9,pack_every=4,pivotal=0.3",
 ]
 
 

@@ -89,6 +89,11 @@ def test_formats(codec, dim):
     check(state_of(plan, 300, dim, steps=(5,)), plan, torch.float16)
 
 
+def test_a_window_that_grows():
+    plan = "int4.token32/window=5,pack_every=32,fraction=0.2"
+    check(state_of(plan, 300, 64, steps=(5,)), plan, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", ["fp", "int2.token32", "int4.channel32", "int8.channel128"])
 def test_dtypes(codec, dtype):
