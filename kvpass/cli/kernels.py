@@ -51,18 +51,18 @@ def run_kernels(options: argparse.Namespace) -> int:
     launches = layer_launches(k, v, key_dim=key_dim, value_dim=value_dim, heads_per_group=heads)
     # Keys and values of one plan share their kernels.
     kernels = {x.kernel: x for x in launches}.values()
+    reports = [(x.layouts, inspect_launch(x, capability)) for x in kernels]
     formats = "keys {}, values {}".format(*(tensor_plan.summary() for tensor_plan in stored))
     print(f"{formats}, head_dim {key_dim}/{value_dim}, {heads} query heads per KV head, "
           f"{options.target}")  # fmt: skip
     print(
         _ROW.format("kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file")
     )
-    for x in kernels:
-        r = inspect_launch(x, capability)
+    for layouts, r in reports:
         spills = f"{r.stack + r.local} B" if r.spills else "none"
         counted = ("-", "-")
-        if r.per_element is not None and len(x.layouts) == 2:
-            budget = instruction_budget(*x.layouts, capability, KV_HEADS)
+        if r.per_element is not None and len(layouts) == 2:
+            budget = instruction_budget(*layouts, capability, KV_HEADS)
             counted = (f"{r.per_element:.2f}", f"{budget:.2f}")
         mma = r.tensor_core_instructions
         print(_ROW.format(r.name, r.registers, r.shared, spills, mma, *counted, r.path))

@@ -297,7 +297,7 @@ def test_measured_while_tracing_outside_of_it(monkeypatch):
         if n.kwargs.get("tensors_to_clone") == ["partial", "statistics"]
     )
     # Two splits of the whole tiles, one of each of the four other regions.
-    assert split.kwargs["grid"] == [(2, 2 + 4)]
+    assert split.kwargs["grid"] == [(2, 2 + 4, 1)]
 
 
 def test_a_filled_state_is_what_a_prompt_leaves():
