@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvpass import PackedKV, Plan, Recipe, oracle_cache, recipe
+from kvpass import PackedKV, Plan, Recipe, explain, oracle_cache, recipe
 from kvpass.plan import LayerPlan
 from tests.harness import batch_text, compiled, left_padding, oracle, run_steps
 from tests.models import EAGER, FAMILIES, prompt, tiny_model
@@ -26,7 +26,7 @@ RECIPES = {
 STEPS = [70] + [1] * 20
 
 
-# (Without padding in float32: tests/test_zoo.py.)
+# (Without padding in float32, of other families: tests/test_zoo.py.)
 PADDED, BF16 = ("sdpa", torch.float32, True), ("sdpa", torch.bfloat16, False)
 WRITTEN_OUT = ("eager", torch.float32, True)
 CASES = [
@@ -47,9 +47,14 @@ def test_logits_equal_the_oracles(
     plain, _ = run_steps(model, ids, STEPS, mask, DynamicCache(config=model.config))
     chosen = RECIPES[name]
     wanted, _ = run_steps(model, ids, STEPS, mask, oracle(model, chosen))
-    got, cache = run_steps(compiled(model, chosen), ids, STEPS, mask)
+    twin = compiled(model, chosen)
+    got, cache = run_steps(twin, ids, STEPS, mask)
     assert all(isinstance(t, PackedKV) for x in cache.layers for t in (x.keys, x.values))
     assert (got - wanted)[visible].abs().max().item() <= logits(dtype, name)
+    # What is packed is read packed.
+    events = [e for graph in explain(twin).graphs for e in graph.events if e.required]
+    assert events
+    assert [e for e in events if not e.fired] == []
     effect = (wanted - plain)[visible].abs().max().item()
     # A recipe that changed nothing would make the comparison empty.
     assert effect == 0 if name == "fp" else effect > 10 * LOWEST[dtype]

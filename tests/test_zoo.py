@@ -25,20 +25,15 @@ from tests.command import failure
 
 # (The recipe `fp`, and more families: tests/test_equivalence.py.)
 RECIPE = "kivi-4bit"
-# Every key and value is packed and read packed.
+# Every key and value is packed and read packed. (More of them: tests/test_equivalence.py.)
 FUSED = {
     "llama": "half-split positions",
-    "qwen3": "keys normed before positions",
     "hunyuan_v1_dense": "keys normed after positions",
     "cohere": "interleaved positions",
     "glm": "interleaved positions on a part of the channels",
-    "gpt_neox": "fused projection, biases",
-    "opt": "no positions",
     "gpt2": "Conv1D",
     "gpt_bigcode": "one KV head",
     "bart": "an encoder's sibling",
-    "mistral": "a sliding window in all layers",
-    "gemma3_text": "sliding and full",
     "qwen3_5_text": "recurrent and full",
 }
 # Any share may be packed; the result must be right.
