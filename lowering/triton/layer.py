@@ -80,10 +80,14 @@ def _state(
     p = parse_plan(plan)
     if isinstance(p, ChunkedPlan):
         return _chunked_state(x, p, rotated)
-    _require("pack", pack.unsupported_reason(x, plan))
-    pack.pack(x, plan)
+    factors = p.codec.clip
+    clip = None
+    if isinstance(factors, tuple):
+        clip = x.new_empty(len(factors), dtype=torch.float32)
+    _require("pack", pack.unsupported_reason(x, plan, clip=clip))
+    pack.pack(x, plan, clip=clip)
     state = pack_fake(x, plan)
-    append.append(state, *_new_token(x, plan, rotated and p.rope is None))
+    append.append(state, **_new_token(x, plan, rotated and p.rope is None), clip=clip)
     if p.rope is not None:
         rows = x.new_empty(1, tokens, p.rope.channels)
         state.append(pack_cos_sin_fake(rows, plan))
@@ -93,11 +97,13 @@ def _state(
     return state
 
 
-def _new_token(x: Tensor, plan: str, rotated: bool) -> tuple[Any, ...]:
+def _new_token(x: Tensor, plan: str, rotated: bool) -> dict[str, Any]:
     """What a decode step appends."""
     dim = x.shape[3]
-    rotary = (x.new_empty(1, 1, dim), str(Rope("halves", 0, dim))) if rotated else ()
-    return (x.new_empty(1, KV_HEADS, 1, dim), plan, *rotary)
+    token: dict[str, Any] = {"new": x.new_empty(1, KV_HEADS, 1, dim), "plan": plan}
+    if rotated:
+        token |= {"cos_sin": x.new_empty(1, 1, dim), "rope": str(Rope("halves", 0, dim))}
+    return token
 
 
 def _chunked_state(x: Tensor, p: ChunkedPlan, rotated: bool) -> list[Tensor]:
@@ -108,7 +114,7 @@ def _chunked_state(x: Tensor, p: ChunkedPlan, rotated: bool) -> list[Tensor]:
     _require("reorder_chunks", chunks.unsupported_reorder(x, index, plan))
     chunks.reorder_chunks(x, index, plan)
     state = reorder_chunks_fake(x, index, plan)
-    chunks.append_chunks(state, *_new_token(x, plan, rotated))
+    chunks.append_chunks(state, **_new_token(x, plan, rotated))
     state += [x.new_empty(1, tiles * p.tile, dtype=torch.int32) for _ in p.codecs]
     _require("unpack_chunks", chunks.unsupported_unpack(state, tokens, plan, x.dtype))
     chunks.unpack_chunks(state, tokens, plan, x.dtype)

@@ -145,3 +145,18 @@ def test_a_kernel_that_does_not_compile_is_named():
     broken = Launch(recorded.kernel, recorded.arguments | {"SPLITS_PADDED": 3}, {})
     with pytest.raises(KernelError, match=r"Kernel attention_merge in .*\.py does not compile"):
         inspection.inspect_launch(broken, 90)
+
+
+def test_calibrated_factors_of_clipping_are_a_tensor():
+    """One of the layer's own, with any numbers: they change no kernel."""
+    plan = "int2.token64.fp8.clip{},0.5,0.6,0.7,0.8,0.9,1,1/sinks=5,window=128,pack_every=1"
+    kernels = []
+    for first in (0.5, 0.9):
+        launches = layer_launches(
+            *[plan.format(first)] * 2, key_dim=64, value_dim=64, heads_per_group=1
+        )
+        writing = [x for x in launches if "clip" in x.arguments]
+        assert len(writing) == 4
+        assert all(isinstance(x.arguments["clip"], torch.Tensor) for x in writing)
+        kernels.append([x.kernel for x in launches])
+    assert kernels[0] == kernels[1]
