@@ -111,6 +111,7 @@ def _known_placeholders(graph: fx.Graph) -> list[Any]:
     return [n for n in graph.find_nodes(op="placeholder") if hasattr(n, "_dynamo_source")]
 
 
+# Larger than any prompt is long.
 _LARGEST = 1 << 20
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from kvpass.ops.attention import SIGNATURE
-
 # Importing these defines the ops that are provided for here.
 from kvpass.ops.library import FAKES, SCHEMAS
 from lowering.cpp import append as cpp_append
@@ -64,9 +62,6 @@ def _triton(
     unsupported_reason: Callable[..., str | None],
     mutates: tuple[str, ...] = (),
 ) -> Provider:
-    if op.startswith("attention"):
-        # The schema is read from the signature.
-        vars(implementation)["__signature__"] = SIGNATURE
     torch.library.triton_op(f"{_NAMESPACE}::{op}", implementation, mutates_args=mutates)
     target = getattr(getattr(torch.ops, _NAMESPACE), op).default
     return Provider("triton", op, target, unsupported_reason)

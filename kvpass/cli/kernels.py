@@ -61,7 +61,7 @@ def run_kernels(options: argparse.Namespace) -> int:
     for layouts, r in reports:
         spills = f"{r.stack + r.local} B" if r.spills else "none"
         counted = ("-", "-")
-        if r.per_element is not None and len(layouts) == 2:
+        if r.per_element is not None and layouts is not None:
             budget = instruction_budget(*layouts, capability, KV_HEADS)
             counted = (f"{r.per_element:.2f}", f"{budget:.2f}")
         mma = r.tensor_core_instructions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -54,12 +55,13 @@ class AttentionArguments(NamedTuple):
         return State.of(self.keys, self.k_plan), State.of(self.values, self.v_plan)
 
 
-# For `torch.library.triton_op`, which reads an op's schema there.
-_TYPES = get_type_hints(AttentionArguments)
-_PARAMETERS = inspect.signature(AttentionArguments).parameters.values()
-SIGNATURE = inspect.Signature(
-    [p.replace(annotation=_TYPES[p.name]) for p in _PARAMETERS], return_annotation=Tensor
-)
+def with_signature(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of `AttentionArguments` that says so, as `torch.library.triton_op` wants."""
+    types = get_type_hints(AttentionArguments)
+    parameters = inspect.signature(AttentionArguments).parameters.values()
+    declared = [p.replace(annotation=types[p.name]) for p in parameters]
+    vars(function)["__signature__"] = inspect.Signature(declared, return_annotation=Tensor)
+    return function
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:

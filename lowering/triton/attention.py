@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.format.retention import MAX_STEP
-from kvpass.ops.attention import AttentionArguments
+from kvpass.ops.attention import AttentionArguments, with_signature
 from lowering.codegen import load_kernels
 from lowering.support import dense, interpreted, unsupported_formats
 from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes, dequant_first
@@ -81,6 +81,7 @@ def unsupported_query(a: AttentionArguments, kv_heads: int) -> str | None:
     return unsupported_device(q)
 
 
+@with_signature
 def attention(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.attention.attention`, for arguments that are supported."""
     a = AttentionArguments(*args, **kwargs)
@@ -131,8 +132,7 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
         more = {"window_size": keys.plan.window_size or 0}
     sums = empty_sums(a, keys.tokens.shape[1], v.head_dim, splits)
-    room = rooms(keys, k), rooms(values, v)
-    launch_splits(a, (k, v), sizes, sums, splits, room, **more)
+    launch_splits(a, (k, v), sizes, sums, splits, **more)
     return merged(a, (k, v), sizes, sums)
 
 
@@ -155,7 +155,6 @@ def launch_splits(
     sizes: AttentionSizes,
     sums: Sums,
     splits: int,
-    room: tuple[tuple[int, ...], tuple[int, ...]],
     **more: Any,
 ) -> None:
     """Launches ``attention_split``.
@@ -167,7 +166,6 @@ def launch_splits(
         sizes: of the launch.
         sums: to be written.
         splits: programs that share the tokens of a KV head.
-        room: `rooms` of keys and of values.
         more: the arguments that not every kernel has, and constants that differ.
     """
     q = dense(a.q)
@@ -175,10 +173,11 @@ def launch_splits(
     pairs, _, rows, value_dim = sums[0].shape
     kernels = load_kernels("attention", **_parameters(*layouts, sizes))
     kv_heads = heads * queries // rows
+    states = (*a.keys, *rooms(a.keys, layouts[0]), *a.values, *rooms(a.values, layouts[1]))
     kind, mask, mask_strides = _mask_arguments(q, a.mask)
     launch(
         kernels.attention_split, (pairs * -(-rows // sizes.columns), splits),
-        q, *a.keys, *room[0], *a.values, *room[1], mask=mask, partial=sums[0], statistics=sums[1],
+        q, *states, mask=mask, partial=sums[0], statistics=sums[1],
         query_batch=q.stride(0), query_head=q.stride(1), query_token=q.stride(2),
         mask_batch=mask_strides[0], mask_head=mask_strides[1], mask_query=mask_strides[2],
         mask_token=mask_strides[3], scale=a.scale * _LOG2_E, cap=a.softcap * _LOG2_E,

@@ -17,7 +17,7 @@ from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import FP
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
-from kvpass.ops.attention import AttentionArguments
+from kvpass.ops.attention import AttentionArguments, with_signature
 from kvpass.ops.chunks import chosen_counts, chunked, reordered, segment_plan
 from lowering.codegen import load_kernels
 from lowering.support import dense, unsupported_conversion, unsupported_formats, unsupported_gaps
@@ -36,9 +36,9 @@ from lowering.triton.heuristics import (
 )
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
-    capacity_tiles,
-    clip_argument,
+    clipping,
     layout_of,
+    rooms,
     unsupported_device,
     unsupported_dtype,
     unsupported_encoding,
@@ -55,10 +55,8 @@ def _layout(plan: ChunkedPlan, segment: int, dim: int) -> Layout:
     return replace(layout, ring=0, state=state, segment=(segment, len(plan.codecs)))
 
 
-def _tensors(state: State, segment: int) -> list[Tensor]:
+def _tensors(state: State, plan: ChunkedPlan, segment: int) -> list[Tensor]:
     """The tensors of one segment, in the order of its layout."""
-    plan = state.plan
-    assert isinstance(plan, ChunkedPlan)
     return [*(state[name] for name in plan.segment_fields(segment)), state.segment_ends]
 
 
@@ -77,8 +75,7 @@ def _unsupported_segments(plan: ChunkedPlan, dim: int) -> str | None:
 
 
 def _unsupported_prompt(new: Tensor, plan: str) -> str | None:
-    p = parse_plan(plan)
-    assert isinstance(p, ChunkedPlan)
+    _, p = chunked((), plan)
     return (
         unsupported_device(new)
         or unsupported_dtype(new, "the cache")
@@ -119,7 +116,7 @@ def extend_chunks(state: list[Tensor], new: Tensor, scatter_index: list[Tensor],
     s, p = chunked(state, plan)
     new = dense(new)
     for segment, index in enumerate(scatter_index):
-        _extend_segment(_tensors(s, segment), p, segment, new, index)
+        _extend_segment(_tensors(s, p, segment), p, segment, new, index)
     s.segment_ends.add_(chosen_counts(scatter_index))
 
 
@@ -130,27 +127,24 @@ def _extend_segment(
     layout, codec = _layout(plan, segment, dim), plan.codecs[segment]
     tokens = COPIED_TOKENS if layout.identity else encode_tokens(layout)
     count = scatter_index.shape[1] * scatter_index.shape[2]
+    factor, _ = clipping(parse_plan(segment_plan(codec)), None)
     launch(
         load_kernels("extend_chunks", layout=layout).extend_segment,
         (-(-count // tokens), batch * heads),
-        *tensors, new, scatter_index, capacity_tiles(tensors[0]), *new.stride()[:3], count,
-        clip_argument(parse_plan(segment_plan(codec))),
+        *tensors, new, scatter_index, *rooms(tensors, layout), *new.stride()[:3], count,
+        factor,
         KV_HEADS=heads, TOKENS=tokens, CLIPPED=codec.clip != 1,
     )  # fmt: skip
 
 
 def unsupported_append(
-    state: Sequence[Tensor],
-    new: Tensor,
-    plan: str,
-    cos_sin: Tensor | None = None,
-    rope: str | None = None,
+    state: Sequence[Tensor], new: Tensor, plan: str, *rotation: Any
 ) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::append_chunks``, or None."""
     s, p = chunked(state, plan)
-    exact = _tensors(s, len(p.codecs) - 1)
+    exact = _tensors(s, p, len(p.codecs) - 1)
     return unsupported_gaps(state, plan) or append.unsupported_reason(
-        exact, new, str(FP), cos_sin, rope
+        exact, new, str(FP), *rotation
     )
 
 
@@ -165,8 +159,8 @@ def append_chunks(
     """As `kvpass.ops.chunks.append_chunks`, for arguments that are supported."""
     s, p = chunked(state, plan)
     last = len(p.codecs) - 1
-    layout = _layout(p, last, int(new.shape[3]))
-    append.append_exact(_tensors(s, last), new, layout, cos_sin, rope)
+    layout, exact = _layout(p, last, int(new.shape[3])), parse_plan(segment_plan(p.codecs[last]))
+    append.append_as(_tensors(s, p, last), new, exact, layout, cos_sin, rope)
 
 
 class _Segment(NamedTuple):
@@ -188,7 +182,7 @@ def _segments(a: AttentionArguments) -> Iterator[_Segment]:
     key_dim, value_dim = int(a.q.shape[3]), int(v.codes.shape[3])
     for number, name in enumerate(k_plan.chunk_positions):
         layouts = _layout(k_plan, number, key_dim), _layout(v_plan, number, value_dim)
-        alone = a._replace(keys=_tensors(k, number), values=_tensors(v, number))
+        alone = a._replace(keys=_tensors(k, k_plan, number), values=_tensors(v, v_plan, number))
         yield _Segment(alone, layouts, k[name])
 
 
@@ -215,6 +209,7 @@ def unsupported_attention(*args: Any, **kwargs: Any) -> str | None:
     )
 
 
+@with_signature
 def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.chunks.attention_chunks`, for arguments that are supported: a launch for each
     segment, and one that weighs all of their splits together."""
@@ -230,10 +225,8 @@ def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     splits = [s.splits + s.edge_splits for s in sizes]
     sums, first = empty_sums(a, kv_heads, value_dim, sum(splits)), 0
     for x, size, count in zip(segments, sizes, splits, strict=True):
-        codes = x.arguments.keys[0], x.arguments.values[0]
-        room = (capacity_tiles(codes[0]),), (capacity_tiles(codes[1]),)
         launch_splits(
-            x.arguments, x.layouts, size, sums, count, room, positions=x.positions,
+            x.arguments, x.layouts, size, sums, count, positions=x.positions,
             positions_count=x.positions.shape[1], window_size=0,
             # A step is exact: what is packed has come before it.
             CAUSAL=a.causal and x.layouts[0].identity, ALL_SPLITS=sum(splits), FIRST_SPLIT=first,
@@ -263,12 +256,12 @@ def unpack_chunks(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtyp
     batch, heads, _, dim = s.codes.shape
     out = s.codes.new_empty((batch, heads, tokens, dim))
     for segment, name in enumerate(p.chunk_positions):
-        layout, tensors = _layout(p, segment, dim), _tensors(s, segment)
+        layout, tensors = _layout(p, segment, dim), _tensors(s, p, segment)
         size, positions = decode_tokens(layout), s[name]
         launch(
             load_kernels("unpack", layout=layout).unpack_tokens,
             (-(-tensors[0].shape[2] // size), batch * heads),
-            *tensors, positions, positions.shape[1], out, capacity_tiles(tensors[0]), 0, tokens,
+            *tensors, positions, positions.shape[1], out, *rooms(tensors, layout), 0, tokens,
             KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
         )  # fmt: skip
     return out

@@ -34,7 +34,7 @@ class Launch:
         step_elements: elements of keys and values that one round of the main loop reads; 0 where
             that is not counted.
         grid: programs on each axis.
-        layouts: of the keys and values that the main loop reads, where that is counted.
+        layouts: of the keys and of the values that the main loop reads, where that is counted.
     """
 
     kernel: Any
@@ -42,7 +42,7 @@ class Launch:
     options: dict[str, int]
     step_elements: int = 0
     grid: tuple[int | torch.SymInt, ...] = ()
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[Layout, Layout] | None = None
 
     def is_constant(self, name: str) -> bool:
         """Whether this argument is a ``tl.constexpr``."""
@@ -120,7 +120,7 @@ def launch(
     grid: Sequence[int | torch.SymInt],
     *args: Any,
     step_elements: int = 0,
-    layouts: tuple[Layout, ...] = (),
+    layouts: tuple[Layout, Layout] | None = None,
     **kwargs: Any,
 ) -> None:
     """Runs a generated kernel; where it is traced, Inductor sees the kernel and inlines it.

@@ -54,15 +54,12 @@ def stored(plan: TensorPlan) -> TensorPlan:
     return replace(plan, rope=None)
 
 
-def capacity_tiles(codes: Tensor) -> int:
-    """Tiles of `CAPACITY_TILE` tokens that there is room for beside ``codes`` ``[B, H, C, W]``."""
-    return codes.shape[2] // CAPACITY_TILE
-
-
-def rooms(state: State, layout: Layout) -> tuple[int, ...]:
-    """The tiles that a state has room for, and if its window grows the slots of that."""
-    tiles = capacity_tiles(state.codes)
-    return (tiles, state.window.shape[2]) if layout.grows else (tiles,)
+def rooms(tensors: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
+    """The tiles of `CAPACITY_TILE` tokens that these tensors of a layout have room for, and if the
+    window grows its slots."""
+    named = dict(zip(layout.state, tensors, strict=False))
+    tiles = named["codes"].shape[2] // CAPACITY_TILE
+    return (tiles, named["window"].shape[2]) if layout.grows else (tiles,)
 
 
 def cos_sin_stride(state: State) -> int:
@@ -163,9 +160,10 @@ def head_constants(layout: Layout, heads: int) -> dict[str, Any]:
     return {"KV_HEADS": heads, "HEADS": together, "HEADS_PADDED": next_power_of_2(together)}
 
 
-def clip_argument(plan: TensorPlan, clip: Tensor | None = None) -> float | Tensor:
-    """What kernels multiply the ranges of groups by, of a supported plan."""
+def clipping(plan: TensorPlan, clip: Tensor | None) -> tuple[float | Tensor, dict[str, Any]]:
+    """What kernels multiply the ranges of groups by, and the variables of their templates that say
+    so; of a supported plan."""
     if not isinstance(plan.codec.clip, tuple):
-        return float(plan.codec.clip)
+        return float(plan.codec.clip), {}
     assert clip is not None
-    return clip
+    return clip, {"clip_each": True}

@@ -11,7 +11,7 @@ from lowering.support import dense, unbounded
 from lowering.triton.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
-    clip_argument,
+    clipping,
     head_constants,
     layout_of,
     rooms,
@@ -50,8 +50,7 @@ def pack(
     layout = layout_of(str(unbounded(stored(p))), head_dim)
     packed = p.packed(length)
     state = empty_state(new, p, packed)
-    factors = clip_argument(p, clip)
-    each = {"clip_each": True} if isinstance(factors, Tensor) else {}
+    factors, each = clipping(p, clip)
     kernels = load_kernels("pack", layout=layout, **each)
     # Where tokens are packed at all, less than a packed run beyond the window stays exact.
     tail = 0 if layout.identity else p.sinks + p.retention.window + p.retention.pack_every - 1
@@ -60,7 +59,7 @@ def pack(
     tail_programs = -(-tail // COPIED_TOKENS)
     new = dense(new)
     strides = (new.stride(0), new.stride(1), new.stride(2))
-    arguments = (*state.tensors, new, *rooms(state, layout), *strides)
+    arguments = (*state.tensors, new, *rooms(state.tensors, layout), *strides)
     if layout.cross_head:
         # At least one program stores how long sequences are.
         tokens, programs = COPIED_TOKENS, max(1, tail_programs)

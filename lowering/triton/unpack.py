@@ -55,7 +55,7 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     programs = -(-tokens // size) + int(layout.sliding or layout.sinks > 0)
     launch(
         kernels.unpack_tokens, (programs, batch * heads),
-        *state, out, *rooms(s, layout), cos_sin_stride(s), tokens,
+        *state, out, *rooms(state, layout), cos_sin_stride(s), tokens,
         KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
     )  # fmt: skip
     return out

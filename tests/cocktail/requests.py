@@ -48,3 +48,24 @@ def run_request(
     """As `run_steps`; the first step's chunks have ``bits``."""
     with use(bits):
         return run_steps(model, ids, lengths, mask, cache)
+
+
+def check_attention(
+    kernels: Any,
+    plans: tuple[str, str],
+    states: Sequence[list[Tensor]],
+    q: Tensor,
+    mask: Tensor | None,
+    limit: float,
+) -> None:
+    """The relative error of a back end's attention over chunks, to the reference in float64, for a
+    step of as many tokens as ``q`` has; without and with sinks and a soft cap."""
+    _, heads, queries, dim = q.shape
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(2))
+    wide = [[t.double() if t.dtype == q.dtype else t for t in state] for state in states]
+    for variant in ((None, queries > 1, 0, 0.0), (sinks, queries > 1, 0, 20.0)):
+        arguments = (mask, dim**-0.5, *plans, *variant)
+        assert kernels.unsupported_attention(q, *states, *arguments) is None
+        got = kernels.attention_chunks(q, *states, *arguments).double()
+        wanted = torch.ops.kvpass.attention_chunks(q.double(), *wide, *arguments)
+        assert ((got - wanted).norm() / wanted.norm()).item() <= limit

@@ -63,6 +63,16 @@ def test_logits_equal_the_oracles(
     assert graphs_compiled() - before == 3
 
 
+def test_all_chunks_exact_is_the_plain_model() -> None:
+    model = tiny_model("llama", layers=1)
+    twin = compiled(model, COCKTAIL)
+    ids, mask, visible = batch_text(sum(STEPS), True)
+    wanted, _ = run_steps(model, ids, STEPS, mask)
+    bits = any_bits(3, STEPS[0], 0, (16,))
+    got, _ = run_request(twin, ids, STEPS, bits, mask)
+    assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32)
+
+
 def test_requests_compile_nothing() -> None:
     """Of 50 requests of one length, with other texts and bits, in two graphs; then of any."""
     model = tiny_model("llama", layers=1, num_key_value_heads=1)

@@ -13,13 +13,12 @@ from kvpass.cocktail.placement import ChunkFormat, place
 from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
 from lowering.triton import chunks
-from tests.cocktail.requests import any_bits
+from tests.cocktail.requests import any_bits, check_attention
 from tests.tolerances import TRITON_ATTENTION
 from tests.triton_templates.kernel_reference import (
     NAN_PARAMS,
     POISON_WORD,
     keys_like,
-    relative_error,
 )
 
 pytestmark = pytest.mark.interpreter
@@ -103,14 +102,7 @@ def test_attention(batch: int, groups: int, queries: int, dtype: torch.dtype, ma
     if masked:
         mask = torch.rand(batch, 1, queries, tokens, generator=generator) > 0.5
         mask[..., -STEP:] = True
-    sinks = torch.randn(2 * groups, generator=generator)
-    wide = [[t.double() if t.dtype == dtype else t for t in s] for s in (keys, values)]
-    for variant in ((None, queries > 1, 0, 0.0), (sinks, queries > 1, 0, 20.0)):
-        arguments = (mask, 0.125, KEYS, VALUES, *variant)
-        assert chunks.unsupported_attention(q, keys, values, *arguments) is None
-        got = chunks.attention_chunks(q, keys, values, *arguments).double()
-        wanted = ops.attention_chunks(q.double(), *wide, *arguments)
-        assert relative_error(got, wanted) <= TRITON_ATTENTION[dtype]
+    check_attention(chunks, (KEYS, VALUES), (keys, values), q, mask, TRITON_ATTENTION[dtype])
 
 
 @pytest.mark.parametrize("plan", [KEYS, VALUES])

@@ -11,7 +11,7 @@ from kvpass.cocktail import use
 from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
 from lowering.cpp import chunks
-from tests.cocktail.requests import any_bits
+from tests.cocktail.requests import any_bits, check_attention
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates.kernel_reference import keys_like
 
@@ -56,14 +56,7 @@ def test_attention(
     if masked:
         mask = torch.rand(batch, 1, queries, tokens, generator=generator) > 0.5
         mask[..., -STEP:] = True
-    sinks = torch.randn(2 * groups, generator=generator)
-    wide = [[t.double() if t.dtype == dtype else t for t in s] for s in (keys, values)]
-    for variant in ((None, queries > 1, 0, 0.0), (sinks, queries > 1, 0, 20.0)):
-        arguments = (mask, dim**-0.5, KEYS, VALUES, *variant)
-        assert chunks.unsupported_attention(q, keys, values, *arguments) is None
-        got = chunks.attention_chunks(q, keys, values, *arguments).double()
-        wanted = ops.attention_chunks(q.double(), *wide, *arguments)
-        assert ((got - wanted).norm() / wanted.norm()).item() <= CPP_ATTENTION[dtype]
+    check_attention(chunks, (KEYS, VALUES), (keys, values), q, mask, CPP_ATTENTION[dtype])
 
 
 @pytest.mark.parametrize("plan", [KEYS, VALUES])
