@@ -20,7 +20,7 @@ from lowering.cpp import attention as cpp_attention
 from lowering.cpp import chunks as cpp_chunks
 from lowering.cpp import pack as cpp_pack
 from lowering.cpp import unpack as cpp_unpack
-from lowering.triton import append, attention, chunks, pack, unpack
+from lowering.triton import append, append_attention, attention, chunks, pack, unpack
 
 _NAMESPACE = "kvpass_triton"
 _CPP = torch.library.Library("kvpass_cpp", "DEF")
@@ -47,7 +47,9 @@ class Provider:
 
 
 # Their references read the ends of segments on the host.
-_READ_ENDS = ("append", "attention", "attention_chunks", "extend_chunks", "unpack")
+_READ_ENDS = (
+    "append", "append_attention", "attention", "attention_chunks", "extend_chunks", "unpack",
+)  # fmt: skip
 
 
 def _aten(op: str) -> Provider:
@@ -92,6 +94,12 @@ _GENERATED = (
     _triton("unpack_chunks", chunks.unpack_chunks, chunks.unsupported_unpack),
     _triton("attention", attention.attention, attention.unsupported_reason),
     _triton("append", append.append, append.unsupported_reason, ("state",)),
+    _triton(
+        "append_attention",
+        append_attention.append_attention,
+        append_attention.unsupported_reason,
+        ("keys", "values"),
+    ),
     _triton("pack", pack.pack, pack.unsupported_reason),
     _triton("unpack", unpack.unpack, unpack.unsupported_reason),
 )

@@ -32,8 +32,8 @@ def test_kernels(capsys):
     columns = ["kernel", "registers", "shared", "spills", "mma", "inst/el", "budget", "file"]
     assert header.split() == columns
     table = [dict(zip(columns, row.split(), strict=True)) for row in rows]
-    state = ["pack_prompt", "append_step", "advance_ends", "unpack_tokens"]
-    assert [r["kernel"] for r in table] == [*state, *state, "attention_split", "attention_merge"]
+    state, step = ["pack_prompt", "unpack_tokens"], ["append_both", "attention_split"]
+    assert [r["kernel"] for r in table] == [*state, *state, *step, "attention_merge"]
     assert all(Path(r["file"]).exists() and r["spills"] == "none" for r in table)
     split = table[-2]
     assert int(split["registers"]) > 0
@@ -51,8 +51,7 @@ def test_keys_and_values_of_one_plan_are_listed_once(capsys):
     )
     rows = [row.split() for row in table]
     kernels = [(row[0], row[-1]) for row in rows]
-    # An append of keys rotates them, in a file of its own.
-    assert len(kernels) == len(set(kernels)) == 8
+    assert len(kernels) == len(set(kernels)) == 5
     assert [name for name, _ in kernels].count("pack_prompt") == 1
 
 
@@ -65,7 +64,7 @@ def test_keys_and_values_of_one_plan_are_listed_once(capsys):
         (f"--k int2.channel32 --v {V}", "Tensor plan 'int2.channel32' cannot be read;"),
         (f"--k {K} --v {V} --head-dim 96", "The values of layer '*' cannot be stored as int8.to"),
         ("--head-dim 512", "The kernel of kvpass::pack cannot be used: head_dim 512 is more than"),
-        ("--heads-per-group 200", "The kernel of kvpass::attention cannot be used: 200 query"),
+        ("--heads-per-group 200", "The kernel of kvpass::append_attention cannot be used: 200"),
     ],
 )
 def test_errors_are_one_sentence(arguments, sentence, capsys):

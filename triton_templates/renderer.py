@@ -11,6 +11,7 @@ has to be rebuilt to replace one item. Comprehensions must not call our own func
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,20 @@ def _environment() -> Environment:
         autoescape=False,
     )
     environment.globals.update(plus=_plus, capacity_tile=CAPACITY_TILE)
-    environment.filters["power_of_2"] = next_power_of_2
+    environment.filters.update(power_of_2=next_power_of_2, prefixed=_prefixed)
     return environment
 
 
 def _plus(offset: int) -> str:
     """``+ offset``, or nothing for 0."""
     return f" + {offset}" if offset else ""
+
+
+def _prefixed(text: str, prefix: str) -> str:
+    """The text with this prefix before the names of the functions that it defines, for a module
+    that has those of several layouts."""
+    names = "|".join(re.findall(r"^def (\w+)", text, re.MULTILINE))
+    return re.sub(rf"\b({names})\b", rf"{prefix}\1", text)
 
 
 def template_names() -> list[str]:

@@ -52,7 +52,7 @@ HEAD_DIM = 128
 _SHAPE = Shape(2, 512, 256, 4, 2, HEAD_DIM, 128)
 _PROMPT, _ROOM, _STEPS = 300, 512, 2
 # Ops whose references read lengths on the host.
-_WAITING = ("append by aten", "attention by aten", "unpack by aten")
+_WAITING = tuple(f"{op} by aten" for op in ("append", "append_attention", "attention", "unpack"))
 # What keeps tensors of a device: those of this one must not be met again.
 _REMEMBERED = (
     (quantize, "_constant"), (groups, "_members"), (channels, "_read"),

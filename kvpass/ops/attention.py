@@ -55,13 +55,23 @@ class AttentionArguments(NamedTuple):
         return State.of(self.keys, self.k_plan), State.of(self.values, self.v_plan)
 
 
-def with_signature(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of `AttentionArguments` that says so, as `torch.library.triton_op` wants."""
-    types = get_type_hints(AttentionArguments)
-    parameters = inspect.signature(AttentionArguments).parameters.values()
-    declared = [p.replace(annotation=types[p.name]) for p in parameters]
-    vars(function)["__signature__"] = inspect.Signature(declared, return_annotation=Tensor)
-    return function
+_Function = Callable[..., Tensor]
+
+
+def with_signature(*arguments: type[NamedTuple]) -> Callable[[_Function], _Function]:
+    """Declares, as `torch.library.triton_op` wants, that a function takes these arguments, one
+    group behind the other."""
+    declared = [
+        parameter.replace(annotation=get_type_hints(group)[name])
+        for group in arguments
+        for name, parameter in inspect.signature(group).parameters.items()
+    ]
+
+    def declare(function: _Function) -> _Function:
+        vars(function)["__signature__"] = inspect.Signature(declared, return_annotation=Tensor)
+        return function
+
+    return declare
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:

@@ -11,6 +11,7 @@ from kvpass.rules.base import Event as Event
 from kvpass.rules.base import Rule as Rule
 from kvpass.rules.cache_before_rope import CacheBeforeRope
 from kvpass.rules.decode_reader import DecodeReader, ReadSize
+from kvpass.rules.fuse_append_attention import FuseAppendAttention
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.fuse_rope_append import FuseRopeAppend
 from kvpass.rules.mask_to_bounds import MaskToBounds
@@ -40,7 +41,7 @@ RULES: list[Rule] = [
 # Whatever other rules there are, these leave no packed tensor to who cannot read it.
 DECODING: list[Rule] = [DecodeReader(), ReadSize()]
 # Tried on the bound graph.
-BOUND_RULES: list[Rule] = [RotateBefore()]
+BOUND_RULES: list[Rule] = [RotateBefore(), FuseAppendAttention()]
 
 
 def register_rule(cls: type[Rule]) -> type[Rule]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from lowering.triton.heuristics import encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
     clipping,
-    head_constants,
+    heads_together,
     layout_of,
     rooms,
     stored,
@@ -77,29 +77,61 @@ def append_as(
 ) -> None:
     """`append` to the ``tensors`` of this layout, the last of which are the segments' ends."""
     batch, heads, steps, _ = new.shape
-    new, room = dense(new), rooms(tensors, layout)
-    factors, variables = clipping(p, clip)
-    arguments = [*tensors, new, *room, *new.stride()[:3]]
+    x = appending(tensors, new, p, layout, cos_sin, rope, clip)
+    kernels = load_kernels("append", layout=layout, **x.variables)
+    launch(
+        kernels.append_step, (batch * (heads // x.constants["HEADS"]), x.parts), *x.arguments,
+        KV_HEADS=heads, NEW=steps, NEW_PADDED=next_power_of_2(steps), **x.constants,
+    )  # fmt: skip
+    launch(kernels.advance_ends, (batch,), tensors[-1], NEW=steps, **ages(p))
+
+
+class Appending(NamedTuple):
+    """What the kernels need to append to one cache tensor.
+
+    Attributes:
+        arguments: by position.
+        constants: by name.
+        variables: of the template.
+        parts: programs that share what can be due of a head.
+    """
+
+    arguments: list[Any]
+    constants: dict[str, Any]
+    variables: dict[str, Any]
+    parts: int
+
+
+def ages(p: TensorPlan) -> dict[str, Any]:
+    """When tokens are packed, as constants of kernels."""
+    return {"WINDOW": p.retention.window, "PACK_EVERY": p.retention.pack_every}
+
+
+def appending(
+    tensors: Sequence[Tensor],
+    new: Tensor,
+    p: TensorPlan,
+    layout: Layout,
+    cos_sin: Tensor | None = None,
+    rope: str | None = None,
+    clip: Tensor | None = None,
+) -> Appending:
+    """See `append_as`."""
+    new, room, heads = dense(new), rooms(tensors, layout), new.shape[1]
+    factors, clip_each = clipping(p, clip)
+    arguments, rotation = [*tensors, new, *room, *new.stride()[:3]], None
     if cos_sin is not None and rope is not None:
         r, cos_sin = Rope.parse(rope), cos_sin.contiguous()
-        variables |= {"rope": (r.start, r.stop, r.kind == "neighbours")}
+        rotation = r.start, r.stop, r.kind == "neighbours"
         arguments += [cos_sin, row_stride(cos_sin), cos_sin.stride(1)]
-    kernels = load_kernels("append", layout=layout, **variables)
-    window, every = p.retention.window, p.retention.pack_every
-    ages: dict[str, Any] = {"NEW": steps, "WINDOW": window, "PACK_EVERY": every}
-    padded = next_power_of_2(steps)
-    if layout.cross_head:
-        together = head_constants(layout, heads)
-        launch(
-            kernels.append_step, (batch * (heads // together["HEADS"]),), *arguments,
-            **together, NEW_PADDED=padded, **ages,
-        )  # fmt: skip
-    else:
-        tokens = encode_tokens(layout)
+    tokens, parts, together = encode_tokens(layout), 1, heads_together(layout, heads)
+    if not layout.cross_head:
         # The ring bounds how many tokens can be exact, and so how many can be due.
         most = room[-1] if layout.grows else max(1, p.retention.due(layout.ring))
-        launch(
-            kernels.append_step, (batch * heads, -(-most // tokens)), *arguments, factors,
-            KV_HEADS=heads, NEW_PADDED=padded, TOKENS=tokens, CLIPPED=p.codec.clip != 1, **ages,
-        )  # fmt: skip
-    launch(kernels.advance_ends, (batch,), tensors[-1], **ages)
+        parts = -(-most // tokens)
+    constants = {
+        "HEADS": together, "HEADS_PADDED": next_power_of_2(together), **ages(p),
+        "TOKENS": tokens, "CLIPPED": p.codec.clip != 1,
+    }  # fmt: skip
+    variables = {"rope": rotation, "clip_each": clip_each}
+    return Appending([*arguments, factors], constants, variables, parts)

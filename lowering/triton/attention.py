@@ -81,14 +81,14 @@ def unsupported_query(a: AttentionArguments, kv_heads: int) -> str | None:
     return unsupported_device(q)
 
 
-@with_signature
+@with_signature(AttentionArguments)
 def attention(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.attention.attention`, for arguments that are supported."""
     a = AttentionArguments(*args, **kwargs)
-    return attend(_sizes(a), *a)
+    return attend(best_sizes(a), *a)
 
 
-def _sizes(a: AttentionArguments) -> AttentionSizes:
+def best_sizes(a: AttentionArguments) -> AttentionSizes:
     """By measurement where there is a GPU, else by the table."""
     q, (keys, values) = a.q, a.states
     batch, heads, queries, head_dim = q.shape
@@ -106,19 +106,27 @@ def _sizes(a: AttentionArguments) -> AttentionSizes:
         workload,
         table,
         q.device,
-        source=lambda sizes: render("attention", **_parameters(k, v, sizes)),
+        source=lambda sizes: render("attention", **_parameters((k, v), sizes, advances=False)),
         timer=partial(time_attention, attend),
     )
 
 
-def _parameters(k: Layout, v: Layout, sizes: AttentionSizes) -> dict[str, Any]:
+def _parameters(
+    layouts: tuple[Layout, Layout], sizes: AttentionSizes, advances: bool
+) -> dict[str, Any]:
     """The variables of the template."""
     tiles = {"tile": sizes.tile, "part": sizes.part, "edge_tile": sizes.edge_tile}
-    return {"k": k, "v": v, **tiles}
+    return {"k": layouts[0], "v": layouts[1], **tiles, "advances": advances}
 
 
-def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
-    """`attention` with these sizes, on which the result does not depend but for rounding."""
+def attend(
+    sizes: AttentionSizes, *args: Any, ages: dict[str, Any] | None = None, **kwargs: Any
+) -> Tensor:
+    """`attention` with these sizes, on which the result does not depend but for rounding.
+
+    ``ages`` are the kernels' constants that say when tokens are packed, if segment ends have not
+    moved yet past the step's tokens, and are to be.
+    """
     a = AttentionArguments(*args, **kwargs)
     keys, values = a.states
     k = layout_of(a.k_plan, a.q.shape[3])
@@ -132,8 +140,8 @@ def attend(sizes: AttentionSizes, *args: Any, **kwargs: Any) -> Tensor:
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
         more = {"window_size": keys.plan.window_size or 0}
     sums = empty_sums(a, keys.tokens.shape[1], v.head_dim, splits)
-    launch_splits(a, (k, v), sizes, sums, splits, **more)
-    return merged(a, (k, v), sizes, sums)
+    launch_splits(a, (k, v), sizes, sums, splits, ages, **more)
+    return merged(a, (k, v), sizes, sums, ages)
 
 
 # Weighted sums [B * Hkv, splits, rows, Dv], and the largest scores and sums of weights
@@ -155,6 +163,7 @@ def launch_splits(
     sizes: AttentionSizes,
     sums: Sums,
     splits: int,
+    ages: dict[str, Any] | None = None,
     **more: Any,
 ) -> None:
     """Launches ``attention_split``.
@@ -166,12 +175,13 @@ def launch_splits(
         sizes: of the launch.
         sums: to be written.
         splits: programs that share the tokens of a KV head.
+        ages: see `attend`.
         more: the arguments that not every kernel has, and constants that differ.
     """
     q = dense(a.q)
     _, heads, queries, head_dim = q.shape
     pairs, _, rows, value_dim = sums[0].shape
-    kernels = load_kernels("attention", **_parameters(*layouts, sizes))
+    kernels = load_kernels("attention", **_parameters(layouts, sizes, ages is not None))
     kv_heads = heads * queries // rows
     states = (*a.keys, *rooms(a.keys, layouts[0]), *a.values, *rooms(a.values, layouts[1]))
     kind, mask, mask_strides = _mask_arguments(q, a.mask)
@@ -187,27 +197,33 @@ def launch_splits(
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
         **{"CAUSAL": a.causal} | more, WINDOWED=a.window > 0, CAPPED=a.softcap > 0,
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages,
-        step_elements=sizes.tile * (head_dim + value_dim), layouts=layouts,
+        step_elements=sizes.tile * (head_dim + value_dim), layouts=layouts, **(ages or {}),
     )  # fmt: skip
 
 
 def merged(
-    a: AttentionArguments, layouts: tuple[Layout, Layout], sizes: AttentionSizes, sums: Sums
+    a: AttentionArguments,
+    layouts: tuple[Layout, Layout],
+    sizes: AttentionSizes,
+    sums: Sums,
+    ages: dict[str, Any] | None = None,
 ) -> Tensor:
     """Attention's result from what all splits have written, the last ones with these layouts and
-    sizes."""
-    kernels = load_kernels("attention", **_parameters(*layouts, sizes))
+    sizes; ``ages``: see `attend`."""
+    kernels = load_kernels("attention", **_parameters(layouts, sizes, ages is not None))
     batch, heads, queries, _ = a.q.shape
     pairs, splits, rows, value_dim = sums[0].shape
     out = a.q.new_empty((batch, heads, queries, value_dim))
     sinks, padded = a.sinks, next_power_of_2(splits)
     if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
+    moved = [] if ages is None else [state.segment_ends for state in a.states]
     launch(
         kernels.attention_merge, (pairs, rows),
-        *sums, a.q if sinks is None else sinks, out,
+        *sums, a.q if sinks is None else sinks, out, *moved,
         KV_HEADS=heads * queries // rows, QUERIES=queries, ROWS=rows, SPLITS=splits,
         SPLITS_PADDED=padded, STEP=min(_MERGE_STEP, padded), SINKS=sinks is not None,
+        **(ages or {}),
     )  # fmt: skip
     return out
 

@@ -209,7 +209,7 @@ def unsupported_attention(*args: Any, **kwargs: Any) -> str | None:
     )
 
 
-@with_signature
+@with_signature(AttentionArguments)
 def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.chunks.attention_chunks`, for arguments that are supported: a launch for each
     segment, and one that weighs all of their splits together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvpass.format.rope import Rope
 from kvpass.ops.chunks import reorder_chunks_fake
 from kvpass.ops.cos_sin import pack_cos_sin_fake
 from kvpass.ops.pack import pack_fake
-from lowering.triton import append, attention, chunks, pack, unpack
+from lowering.triton import append_attention, chunks, pack, unpack
 from lowering.triton.launch import Launch, record_launches
 
 # Sizes that do not change the kernels: tokens of the prompt, and KV heads (but where groups or
@@ -56,65 +56,80 @@ def layer_launches(
         tokens: Any = _TOKENS
         if parse_plan(k_plan).room is None:
             tokens = symbolic_size(mode, "tokens", _TOKENS)
-        keys = _state(k_plan, tokens, key_dim, dtype, rotated=True)
-        values = _state(v_plan, tokens, value_dim, dtype)
-        heads = KV_HEADS * heads_per_group
-        q = keys[0].new_empty(1, heads, 1, key_dim, dtype=dtype)
-        sinks = q.new_empty(heads) if with_sinks else None
-        arguments = (q, keys, values, None, 1.0, k_plan, v_plan, sinks)
+        keys, values = _prompt(tokens, key_dim, dtype), _prompt(tokens, value_dim, dtype)
+        q = keys.new_empty(1, KV_HEADS * heads_per_group, 1, key_dim)
+        sinks = q.new_empty(KV_HEADS * heads_per_group) if with_sinks else None
         if parse_plan(k_plan).op_suffix:
+            state = _chunked_state(keys, k_plan, rotated=True), _chunked_state(values, v_plan)
+            arguments = (q, *state, None, 1.0, k_plan, v_plan, sinks)
             _require("attention_chunks", chunks.unsupported_attention(*arguments, **variant))
             chunks.attention_chunks(*arguments, **variant)
         else:
-            _require("attention", attention.unsupported_reason(*arguments, **variant))
-            attention.attention(*arguments, **variant)
+            state = _state(keys, k_plan), _state(values, v_plan)
+            arguments = (q, *state, None, 1.0, k_plan, v_plan, sinks)
+            _step(_new_token(keys), _new_token(values), *arguments, **variant)
     return launches
 
 
-def _state(
-    plan: str, tokens: int, dim: int, dtype: torch.dtype, rotated: bool = False
-) -> list[Tensor]:
-    """The state after a prompt and a decode step, whose token is ``rotated`` when it is stored or
-    read. Records their kernels and that of `unpack`."""
-    x = torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
-    p = parse_plan(plan)
-    if isinstance(p, ChunkedPlan):
-        return _chunked_state(x, p, rotated)
-    factors = p.codec.clip
-    clip = None
-    if isinstance(factors, tuple):
-        clip = x.new_empty(len(factors), dtype=torch.float32)
+def _prompt(tokens: Any, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
+
+
+def _new_token(x: Tensor) -> Tensor:
+    return x.new_empty(1, KV_HEADS, 1, x.shape[3])
+
+
+def _state(x: Tensor, plan: str) -> list[Tensor]:
+    """The state after a prompt. Records the kernels that make it and that of `unpack`."""
+    p, clip = parse_plan(plan), _clip(x, plan)
     _require("pack", pack.unsupported_reason(x, plan, clip=clip))
     pack.pack(x, plan, clip=clip)
     state = pack_fake(x, plan)
-    append.append(state, **_new_token(x, plan, rotated and p.rope is None), clip=clip)
     if p.rope is not None:
-        rows = x.new_empty(1, tokens, p.rope.channels)
+        rows = x.new_empty(1, x.shape[2], p.rope.channels)
         state.append(pack_cos_sin_fake(rows, plan))
-    length = p.logical(tokens + 1)
-    _require("unpack", unpack.unsupported_reason(state, length, plan, dtype))
-    unpack.unpack(state, length, plan, dtype)
+    length = p.logical(x.shape[2])
+    _require("unpack", unpack.unsupported_reason(state, length, plan, x.dtype))
+    unpack.unpack(state, length, plan, x.dtype)
     return state
 
 
-def _new_token(x: Tensor, plan: str, rotated: bool) -> dict[str, Any]:
-    """What a decode step appends."""
-    dim = x.shape[3]
-    token: dict[str, Any] = {"new": x.new_empty(1, KV_HEADS, 1, dim), "plan": plan}
-    if rotated:
-        token |= {"cos_sin": x.new_empty(1, 1, dim), "rope": str(Rope("halves", 0, dim))}
-    return token
+def _clip(x: Tensor, plan: str) -> Tensor | None:
+    """The factors of clipping, if each group has its own."""
+    factors = parse_plan(plan).codec.clip
+    if not isinstance(factors, tuple):
+        return None
+    return x.new_empty(len(factors), dtype=torch.float32)
 
 
-def _chunked_state(x: Tensor, p: ChunkedPlan, rotated: bool) -> list[Tensor]:
-    """As `_state`, with room for as many tokens in each segment as all have."""
-    plan, tokens = str(p), x.shape[2]
+def _step(keys: Tensor, values: Tensor, *attention: Any, **variant: Any) -> None:
+    """Records a decode step, with a rotary embedding for new ``keys`` that get one before they are
+    stored."""
+    plans, rotation = attention[5:7], _rotation(keys, attention[5])
+    clips = [_clip(x, plan) for x, plan in zip((keys, values), plans, strict=True)]
+    arguments = (keys, values, *rotation, *clips, *attention)
+    reason = append_attention.unsupported_reason(*arguments, **variant)
+    _require("append_attention", reason)
+    append_attention.append_attention(*arguments, **variant)
+
+
+def _rotation(keys: Tensor, plan: str) -> tuple[Tensor | None, str | None]:
+    if parse_plan(plan).rope is not None:
+        return None, None
+    dim = keys.shape[3]
+    return keys.new_empty(1, 1, dim), str(Rope("halves", 0, dim))
+
+
+def _chunked_state(x: Tensor, plan: str, rotated: bool = False) -> list[Tensor]:
+    """The state after a prompt and a decode step, with room for as many tokens in each segment as
+    all have. Records their kernels and that of `unpack`."""
+    p, tokens = cast(ChunkedPlan, parse_plan(plan)), x.shape[2]
     tiles = -(-tokens // p.tile)
     index = [x.new_empty(1, tiles, p.tile, dtype=torch.int32) for _ in p.codecs]
     _require("reorder_chunks", chunks.unsupported_reorder(x, index, plan))
     chunks.reorder_chunks(x, index, plan)
-    state = reorder_chunks_fake(x, index, plan)
-    chunks.append_chunks(state, **_new_token(x, plan, rotated))
+    state, new = reorder_chunks_fake(x, index, plan), _new_token(x)
+    chunks.append_chunks(state, new, plan, *(_rotation(new, plan) if rotated else ()))
     state += [x.new_empty(1, tiles * p.tile, dtype=torch.int32) for _ in p.codecs]
     _require("unpack_chunks", chunks.unsupported_unpack(state, tokens, plan, x.dtype))
     chunks.unpack_chunks(state, tokens, plan, x.dtype)

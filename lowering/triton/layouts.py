@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from lowering.support import (
     unsupported_gaps,
     unsupported_groups,
 )
-from triton_templates import CAPACITY_TILE, Layout, next_power_of_2
+from triton_templates import CAPACITY_TILE, Layout
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # The limit of CUDA in all but the first dimension of a grid.
@@ -154,16 +153,17 @@ def unsupported_state(state: Sequence[Tensor], plan: str) -> str | None:
     return layout.unsupported_reason() or unsupported_dtype(s.tokens, "the cache")
 
 
-def head_constants(layout: Layout, heads: int) -> dict[str, Any]:
-    """Constants of kernels that encode ``HEADS`` of a token's ``heads`` together."""
-    together = layout.heads_per_group if layout.axis == "token" else heads
-    return {"KV_HEADS": heads, "HEADS": together, "HEADS_PADDED": next_power_of_2(together)}
+def heads_together(layout: Layout, heads: int) -> int:
+    """How many of a token's ``heads`` a kernel encodes together."""
+    if not layout.cross_head:
+        return 1
+    return layout.heads_per_group if layout.axis == "token" else heads
 
 
-def clipping(plan: TensorPlan, clip: Tensor | None) -> tuple[float | Tensor, dict[str, Any]]:
-    """What kernels multiply the ranges of groups by, and the variables of their templates that say
-    so; of a supported plan."""
+def clipping(plan: TensorPlan, clip: Tensor | None) -> tuple[float | Tensor, bool]:
+    """What kernels multiply the ranges of groups by, and whether each has its own; of a supported
+    plan."""
     if not isinstance(plan.codec.clip, tuple):
-        return float(plan.codec.clip), {}
+        return float(plan.codec.clip), False
     assert clip is not None
-    return clip, {"clip_each": True}
+    return clip, True

@@ -12,7 +12,7 @@ from lowering.triton.heuristics import COPIED_TOKENS, encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
     clipping,
-    head_constants,
+    heads_together,
     layout_of,
     rooms,
     stored,
@@ -21,6 +21,7 @@ from lowering.triton.layouts import (
     unsupported_encoding,
     unsupported_heads,
 )
+from triton_templates import next_power_of_2
 
 
 def unsupported_reason(
@@ -51,7 +52,7 @@ def pack(
     packed = p.packed(length)
     state = empty_state(new, p, packed)
     factors, each = clipping(p, clip)
-    kernels = load_kernels("pack", layout=layout, **each)
+    kernels = load_kernels("pack", layout=layout, clip_each=each)
     # Where tokens are packed at all, less than a packed run beyond the window stays exact.
     tail = 0 if layout.identity else p.sinks + p.retention.window + p.retention.pack_every - 1
     if layout.grows:
@@ -74,7 +75,9 @@ def pack(
     if layout.cross_head:
         if ranges is not None:
             state.qparams.copy_(ranges)
-        together = head_constants(layout, heads)
-        grid = (packed, batch * (heads // together["HEADS"]))
-        launch(kernels.pack_tokens, grid, *arguments, **together)
+        together = heads_together(layout, heads)
+        launch(
+            kernels.pack_tokens, (packed, batch * (heads // together)), *arguments,
+            KV_HEADS=heads, HEADS=together, HEADS_PADDED=next_power_of_2(together),
+        )  # fmt: skip
     return state.tensors

@@ -39,9 +39,7 @@ def test_nothing_fails_is_copied_or_waits(found):
         assert graph.clones == graph.waits == graph.refused == ()
         assert graph.right
     assert prefill.providers == {"pack by triton": 4}
-    assert decode.providers == {
-        "copy_cos_sin by aten": 1, "append by triton": 4, "attention by triton": 2,
-    }  # fmt: skip
+    assert decode.providers == {"copy_cos_sin by aten": 1, "append_attention by triton": 2}
     weights = 22
     assert (prefill.static, prefill.inputs) == (weights, {DYNAMIC: 23, STATIC: 25}[route])
     if route is DYNAMIC:
@@ -52,7 +50,7 @@ def test_nothing_fails_is_copied_or_waits(found):
         assert decode.static == decode.inputs - 1
         assert decode.obstacle == ""
     names = {k.name for k in decode.kernels if k.own}
-    assert names == {"append_step", "advance_ends", "attention_split", "attention_merge"}
+    assert names == {"append_both", "attention_split", "attention_merge"}
     assert "decode" in str(dry_run_section(route, graphs))
 
 

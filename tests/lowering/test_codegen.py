@@ -26,12 +26,13 @@ def _folder(tmp_path, monkeypatch):
 
 
 def test_loads_and_remembers(tmp_path):
-    module = codegen.load_kernels("append", layout=LAYOUT)
+    parameters = {"layout": LAYOUT, "rope": None, "clip_each": False}
+    module = codegen.load_kernels("append", **parameters)
     assert module.append_step.__name__ == "append_step"
     (path,) = tmp_path.iterdir()
     assert codegen.generated_files()[path] == "append"
-    assert path.read_text() == render("append", layout=LAYOUT)
-    assert codegen.load_kernels("append", layout=LAYOUT) is module
+    assert path.read_text() == render("append", **parameters)
+    assert codegen.load_kernels("append", **parameters) is module
 
 
 def test_the_name_follows_the_content(tmp_path):
@@ -95,15 +96,12 @@ def test_generated_files_pass_the_linter(template, tmp_path):
         layout_of("int2.token32/window=24,pack_every=1", 96),
     )
     for layout in layouts:
-        parameters = {"layout": layout}
-        if template == "attention":
-            parameters = {
-                "k": layout,
-                "v": layouts[-1] if layout.by_channel else layouts[2],
-                "tile": 32,
-                "part": 16,
-                "edge_tile": 32,
-            }
+        values = layouts[-1] if layout.by_channel else layouts[2]
+        parameters = {
+            "layout": layout, "rope": (0, 16, True), "clip_each": False, "k": layout, "v": values,
+            "k_rope": (0, 16, False), "k_clip_each": False, "v_clip_each": True,
+            "tile": 32, "part": 16, "edge_tile": 32, "advances": layout.by_channel,
+        }  # fmt: skip
         codegen.write_source(template, render(template, **parameters))
     command = (sys.executable, "-m", "ruff", "check", "--isolated", str(tmp_path))
     done = subprocess.run(command, capture_output=True, text=True)

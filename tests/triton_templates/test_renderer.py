@@ -19,12 +19,15 @@ HEADER = """\
 sinks=0, qparams='half', ternary_in_2bit=False, static_ranges=False, heads_per_group=1, \
 outliers=0, codebook=(), midpoints=(), rope=None, segment=None, base3=False, ratio=None, \
 pivotal=False)
+#   rope = None
+#   clip_each = False
 \"\"\"Append of a decode step to a cache tensor: int4.channel32, 64 channels.
 """
 
 
 def test_header():
-    assert render("append", layout=Layout(64, 4, "channel", 32, 143)).startswith(HEADER)
+    layout = Layout(64, 4, "channel", 32, 143)
+    assert render("append", layout=layout, rope=None, clip_each=False).startswith(HEADER)
 
 
 def test_a_missing_parameter_is_an_error():
@@ -33,7 +36,9 @@ def test_a_missing_parameter_is_an_error():
 
 
 def test_templates():
-    assert template_names() == ["append", "attention", "extend_chunks", "pack", "unpack"]
+    assert template_names() == [
+        "append", "append_attention", "attention", "extend_chunks", "pack", "unpack",
+    ]  # fmt: skip
 
 
 @given(

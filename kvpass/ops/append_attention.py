@@ -1,0 +1,78 @@
+"""``kvpass::append_attention``: a decode step of one layer, whose tokens join keys and values and
+are attended with them. One op, so that one kernel appends to both and lengths move once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kvpass.format.parse import parse_plan
+from kvpass.ops.append import append
+from kvpass.ops.attention import (
+    ATTENTION_ARGUMENTS,
+    AttentionArguments,
+    attention,
+    attention_fake,
+)
+from kvpass.ops.library import define
+
+APPEND_ATTENTION_ARGUMENTS = (
+    "(Tensor new_keys, Tensor new_values, Tensor? cos_sin, str? rope, Tensor? k_clip, "
+    "Tensor? v_clip, "
+    + ATTENTION_ARGUMENTS[1:]
+    .replace("Tensor[] keys", "Tensor(a!)[] keys")
+    .replace("Tensor[] values", "Tensor(b!)[] values")
+)
+
+
+class StepArguments(NamedTuple):
+    """The first arguments of ``kvpass::append_attention``; `AttentionArguments` come behind them.
+
+    Attributes:
+        new_keys, new_values: ``[B, H, n, D]``, see `kvpass.ops.append.append`.
+        cos_sin, rope: of ``new_keys``, see there.
+        k_clip, v_clip: of keys and of values, see there.
+    """
+
+    new_keys: Tensor
+    new_values: Tensor
+    cos_sin: Tensor | None
+    rope: str | None
+    k_clip: Tensor | None
+    v_clip: Tensor | None
+
+    @classmethod
+    def split(cls, *args: Any, **kwargs: Any) -> tuple[StepArguments, AttentionArguments]:
+        """The two groups of arguments."""
+        count = len(cls._fields)
+        return cls(*args[:count]), AttentionArguments(*args[count:], **kwargs)
+
+
+def append_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Reference of ``kvpass::append_attention``: two appends, then attention.
+
+    Args:
+        args: see `StepArguments` and `AttentionArguments`.
+
+    Returns:
+        As `kvpass.ops.attention.attention`.
+    """
+    step, a = StepArguments.split(*args, **kwargs)
+    keys = own_tensors(a.keys, a.k_plan)
+    append(keys, step.new_keys, a.k_plan, step.cos_sin, step.rope, step.k_clip)
+    append(own_tensors(a.values, a.v_plan), step.new_values, a.v_plan, clip=step.v_clip)
+    return attention(*a)
+
+
+def own_tensors(state: list[Tensor], plan: str) -> list[Tensor]:
+    """The tensors of a state but for what all layers share."""
+    return state[: len(parse_plan(plan).layout.own)]
+
+
+def append_attention_fake(*args: Any, **kwargs: Any) -> Tensor:
+    """Shape of `append_attention`."""
+    return attention_fake(*StepArguments.split(*args, **kwargs)[1])
+
+
+define("append_attention" + APPEND_ATTENTION_ARGUMENTS, append_attention, append_attention_fake)

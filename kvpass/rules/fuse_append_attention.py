@@ -1,0 +1,78 @@
+"""A decode step of one layer, two appends and the attention over them, is one op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from kvpass.graph.pattern import Captures, Miss
+from kvpass.graph.spellings import op_name
+from kvpass.ops import append_attention as _registers_the_op  # noqa: F401
+from kvpass.rules.base import Context, Rule
+
+ops = torch.ops.kvpass
+
+
+# Where somebody does it in fewer steps than the three ops: each is a launch on a GPU, and nothing
+# but them reads the state in between.
+class FuseAppendAttention(Rule):
+    """Lets one op append keys and values and attend to them. Applies to bound graphs."""
+
+    name = "fuse_append_attention"
+    identity = (
+        "append(keys, k); append(values, v); attention(q, keys, values)\n"
+        "=  append_attention(k, v, q, keys, values)"
+    )
+    required = False
+
+    def match(self, node: Node, context: Context) -> Captures | Miss | None:
+        """Applies to attention over keys and values that its graph has appended to before."""
+        if node.target is not ops.attention.default:
+            return None
+        keys, values = (_append_to(state, node) for state in node.args[1:3])
+        if keys is None or values is None or len(values.args) > 3:
+            return None
+        if (reader := _reader_between(node, keys, values)) is not None:
+            return Miss(f"the cache is read by {op_name(reader)} before", reader)
+        arguments = _arguments(node, keys, values)
+        changed = next((x for x in arguments[:6] if x in context.changed), None)
+        if changed is not None:
+            return Miss("it is changed in place", changed)
+        with context.graph.inserting_before(node):
+            trial = context.graph.call_function(ops.append_attention.default, arguments)
+        provider, _ = context.served_by(trial)
+        context.graph.erase_node(trial)
+        return None if provider == "aten" else {"appends": (keys, values), "arguments": arguments}
+
+    def rewrite(self, node: Node, found: Captures, context: Context) -> str:
+        """Makes the right side of `identity` of its left side."""
+        node.target, node.args = ops.append_attention.default, found["arguments"]
+        for append in found["appends"]:
+            context.graph.erase_node(append)
+        return "one op appends keys and values and attends to them"
+
+
+def _append_to(state: Any, attention: Node) -> Node | None:
+    """The last append to this state before ``attention``, or None."""
+    users: list[Node] = sorted(state[0].users)
+    before: list[Node] = [n for n in users if n.target is ops.append.default and n < attention]
+    return before[-1] if before else None
+
+
+def _reader_between(attention: Node, *appends: Node) -> Node | None:
+    """Who uses a tensor of the state after its append and before ``attention``."""
+    for append in appends:
+        state: Any = append.args[0]
+        for user in (user for tensor in state for user in tensor.users):
+            if user not in appends and append < user < attention:
+                return user
+    return None
+
+
+def _arguments(attention: Node, keys: Node, values: Node) -> tuple[Any, ...]:
+    """Those of the fused op."""
+    rotation = keys.args[3:5] or (None, None)
+    clips = keys.kwargs.get("clip"), values.kwargs.get("clip")
+    return (keys.args[1], values.args[1], *rotation, *clips, *attention.args)

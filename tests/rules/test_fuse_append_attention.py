@@ -1,0 +1,101 @@
+"""Two appends and attention as one op: the identity, and when the rule leaves the three."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from kvpass.graph.analysis.sites import Sites
+from kvpass.recipes import recipe
+from kvpass.rules import Context, apply_rules
+from kvpass.rules.fuse_append_attention import FuseAppendAttention
+
+ops = torch.ops.kvpass
+PLANS = "int4.channel8/window=0,pack_every=8", "int2.token16/window=16,pack_every=1"
+ROPE = "halves0-16"
+
+
+def bound_graph(between=None, same_new=False):
+    """A decode step as binding leaves it, on real tensors; ``between`` adds nodes before attention
+    and returns another result."""
+    torch.manual_seed(0)
+    x, graph = torch.randn(1, 2, 23, 16), Graph()
+
+    def placeholder(name, value):
+        node = graph.placeholder(name)
+        node.meta["example_value"] = value
+        return node
+
+    states = [
+        [placeholder(f"{name}_{i}", t) for i, t in enumerate(ops.pack(x, plan))]
+        for name, plan in zip("kv", PLANS, strict=True)
+    ]
+    new, q, rows = (
+        placeholder(name, torch.randn(shape))
+        for name, shape in (("new", (1, 2, 1, 16)), ("q", (1, 4, 1, 16)), ("rows", (1, 1, 16)))
+    )
+    graph.call_function(ops.append.default, (states[0], new, PLANS[0], rows, ROPE))
+    graph.call_function(ops.append.default, (states[1], new, PLANS[1]))
+    more = () if between is None else (between(graph, states, new),)
+    arguments = (q, *states, None, 0.25, *PLANS)
+    out = graph.call_function(ops.attention.default, arguments)
+    graph.output((out, *more))
+    return graph
+
+
+def apply(graph, provider="triton"):
+    context = Context(graph, Sites(), recipe("fp"), served_by=lambda node: (provider, ()))
+    return apply_rules(context, [FuseAppendAttention()])
+
+
+def targets(graph):
+    return [n.target for n in graph.nodes if n.op == "call_function"]
+
+
+def run(graph):
+    inputs = [n.meta["example_value"].clone() for n in graph.find_nodes(op="placeholder")]
+    return *GraphModule({}, graph)(*inputs), *inputs
+
+
+def test_identity():
+    graph = bound_graph()
+    wanted = run(graph)
+    (event,) = apply(graph)
+    assert event.fired
+    assert event.identity == FuseAppendAttention.identity
+    assert targets(graph) == [ops.append_attention.default]
+    assert all(torch.equal(a, b) for a, b in zip(run(graph), wanted, strict=True))
+
+
+def test_nothing_gains_where_plain_pytorch_would_serve_it():
+    graph = bound_graph()
+    assert apply(graph, "aten") == []
+    assert ops.append.default in targets(graph)
+
+
+def read_plain(graph, states, new):
+    return graph.call_function(ops.unpack.default, (states[1], 24, PLANS[1], torch.float32))
+
+
+def change_new(graph, states, new):
+    return graph.call_function(operator.iadd, (new, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (read_plain, "the cache is read by unpack.default before"),
+        (change_new, "it is changed in place"),
+    ],
+)
+def test_what_stands_between_is_a_refusal_with_its_reason(between, reason):
+    graph = bound_graph(between)
+    wanted = run(graph)
+    (event,) = apply(graph)
+    assert not event.fired
+    assert event.detail.startswith(reason)
+    assert ops.append_attention.default not in targets(graph)
+    assert all(torch.equal(a, b) for a, b in zip(run(graph), wanted, strict=True))
