@@ -57,22 +57,23 @@ class FuseAppendAttention(Rule):
 def _append_to(state: Any, attention: Node) -> Node | None:
     """The last append to this state before ``attention``, or None."""
     users: list[Node] = sorted(state[0].users)
-    before: list[Node] = [n for n in users if n.target is ops.append.default and n < attention]
-    return before[-1] if before else None
+    appends = [n for n in users if n.target is ops.append.default and n < attention]
+    return appends[-1] if appends else None
 
 
 def _reader_between(attention: Node, *appends: Node) -> Node | None:
     """Who uses a tensor of the state after its append and before ``attention``."""
     for append in appends:
         state: Any = append.args[0]
-        for user in (user for tensor in state for user in tensor.users):
-            if user not in appends and append < user < attention:
+        users: set[Node] = {user for tensor in state for user in tensor.users}
+        for user in users.difference(appends):
+            if append < user < attention:
                 return user
     return None
 
 
 def _arguments(attention: Node, keys: Node, values: Node) -> tuple[Any, ...]:
-    """Those of the fused op."""
+    """The arguments of the fused op."""
     rotation = keys.args[3:5] or (None, None)
     clips = keys.kwargs.get("clip"), values.kwargs.get("clip")
     return (keys.args[1], values.args[1], *rotation, *clips, *attention.args)

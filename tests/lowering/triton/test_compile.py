@@ -155,8 +155,7 @@ def test_calibrated_factors_of_clipping_are_a_tensor():
         launches = layer_launches(
             *[plan.format(first)] * 2, key_dim=64, value_dim=64, heads_per_group=1
         )
-        writing = [x for x in launches if "clip" in x.arguments]
-        assert len(writing) == 4
-        assert all(isinstance(x.arguments["clip"], torch.Tensor) for x in writing)
+        clips = [v for x in launches for n, v in x.arguments.items() if n.endswith("clip")]
+        assert [type(clip).__name__ for clip in clips] == ["FakeTensor"] * 4
         kernels.append([x.kernel for x in launches])
     assert kernels[0] == kernels[1]
