@@ -184,6 +184,19 @@ def size_expr(value: int | torch.SymInt) -> sympy.Expr:
     return sympy.Integer(value) if isinstance(value, int) else value.node.expr
 
 
+def symbols_of(value: Any) -> set[sympy.Symbol]:
+    """The symbols in a number."""
+    return set(value.node.expr.free_symbols) if isinstance(value, torch.SymInt) else set()
+
+
+def shape_symbols(tensor: Any) -> set[sympy.Symbol]:
+    """The symbols in a tensor's sizes, and in strides that matter."""
+    if not isinstance(tensor, Tensor):
+        return set()
+    strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if constant(n) != 1]
+    return {symbol for number in (*tensor.shape, *strides) for symbol in symbols_of(number)}
+
+
 def constant(value: int | torch.SymInt) -> int | None:
     """``value`` if it is the same in every call, else None."""
     expr = size_expr(value)

@@ -90,7 +90,7 @@ def kvpass(
         report.after = copy_module(module)
     warn_of_refusals(report, opts.strict)
     with report.timed("bind state"):
-        binding = bind_state(module.graph, examples)
+        binding = bind_state(module.graph, examples, wants_cuda_graphs(mode))
     with report.timed("fold weights"):
         for fold in binding.folds:
             if not is_traced(examples[fold.position]):
@@ -168,7 +168,7 @@ def check_capture(
 ) -> None:
     """Whether CUDA graphs may replay the graph; warns if the mode asks for them in vain."""
     waiting = [choice.op for choice in report.choices if choice.waits]
-    report.capture_obstacle = capture_obstacle(binding, examples, waiting)
+    report.capture_obstacle = capture_obstacle(binding, waiting)
     on_gpu = any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in examples)
     # A prompt is compiled for its own length: nobody expects to replay it.
     wanted = on_gpu and wants_cuda_graphs(mode) and not makes_cache(binding)

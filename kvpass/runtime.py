@@ -29,6 +29,8 @@ from kvpass.tensor.packed import PackedKV
 
 # What is added to hidden scores is below.
 _HIDDEN = -1e4
+# Compiled code takes sizes of 0 and 1 for constants.
+_FIRST_ROOM = 2
 
 
 class PackedCallable:
@@ -42,6 +44,8 @@ class PackedCallable:
         self._led = frozenset(p for group in binding.shared for p in group[1:])
         self._extended = [o for o in binding.outputs if isinstance(o, ExtendedOutput)]
         self._warned = False
+        # A number for each room that the cache tensors have had.
+        self._rooms: dict[tuple[tuple[int, ...], ...], int] = {}
 
     def __call__(self, *args: Any) -> list[Any]:
         """Dynamo calls this with the arguments of its own graph."""
@@ -55,15 +59,7 @@ class PackedCallable:
         for group in binding.shared:
             share_cos_sin([args[p] for p in group], steps)
         steps += self._static_steps(args)
-        flat: list[Any] = []
-        for position, arg in enumerate(args):
-            if position in self._packed:
-                flat.extend(arg.own if position in self._led else arg.state)
-            else:
-                flat.append(arg)
-        flat += [] if placed is None else placed.scatter_index
-        flat += [fold(args[fold.position]) for fold in binding.folds]
-        flat += binding.constants
+        flat = self._flat(args, placed)
         before = [handle.snapshot(new) for handle, new, _ in steps]
         plain = [_changed(buffer, args).clone() for buffer in binding.buffers]
         try:
@@ -85,6 +81,23 @@ class PackedCallable:
         if placed is not None:
             placed.succeeded()
         return self._wrap(args, results, placed)
+
+    def _flat(self, args: Sequence[Any], placed: Placed | None) -> list[Any]:
+        """The arguments of the inner graph."""
+        binding = self._binding
+        flat: list[Any] = []
+        for position, arg in enumerate(args):
+            if position in self._packed:
+                flat.extend(arg.own if position in self._led else arg.state)
+            elif position not in binding.dropped:
+                flat.append(arg)
+        flat += [] if placed is None else placed.scatter_index
+        flat += [fold(args[fold.position]) for fold in binding.folds]
+        flat += binding.constants
+        if binding.replayed:
+            rooms = tuple([args[position].rooms for position in binding.packed])
+            flat.append(self._rooms.setdefault(rooms, _FIRST_ROOM + len(self._rooms)))
+        return flat
 
     def _first_warning(self) -> bool:
         """Whether no other warning came before this one."""

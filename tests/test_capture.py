@@ -16,6 +16,7 @@ from kvpass import explain, recipe
 from kvpass._torch import copy_source, mark_static_input
 from kvpass.backend import copy_module
 from kvpass.errors import OptionError
+from kvpass.runtime import PackedCallable
 from tests.harness import run_steps
 from tests.models import prompt, tiny_model
 
@@ -55,22 +56,65 @@ def test_weights_are_static_inputs_as_for_plain_inductor(monkeypatch):
     assert packed == [plain[0]] * 2
 
 
-@pytest.mark.parametrize(
-    ("cache", "obstacle"),
-    [(DynamicCache, "its cache grows"), (StaticCache, None)],
-)
-def test_a_step_says_why_cuda_graphs_cannot_replay_it(cache, obstacle):
-    model = tiny_model("llama", layers=1)
+def compiled(cache, **steps):
+    """The graphs of a prompt and three steps, in the mode that asks for CUDA graphs."""
+    model = tiny_model("llama", layers=2)
     model.compile(backend="kvpass", options={"recipe": KIVI, "mode": "reduce-overhead"})
     room = {"max_cache_len": 64} if cache is StaticCache else {}
     with warnings.catch_warnings():
         # On a CPU the mode changes nothing.
         warnings.simplefilter("error")
-        run_steps(model, prompt(1, 41), [40, 1], cache=cache(config=model.config, **room))
-    prefill, decode = explain(model).graphs
+        lengths, cache = [40, 1, 1, 1], cache(config=model.config, **room)
+        run_steps(model, prompt(1, 43), lengths, cache=cache, **steps)
+    return explain(model).graphs
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+def test_a_step_is_the_same_graph_of_kernels_at_every_length(cache):
+    """No argument is the length of the cache, or as long."""
+    prefill, decode = compiled(cache)
     assert prefill.capture_obstacle == "it makes the cache, which a replay would overwrite"
-    found = decode.capture_obstacle
-    assert found is obstacle or found.startswith(obstacle)
+    assert decode.capture_obstacle is None
+    arguments = decode.bound.graph.find_nodes(op="placeholder")
+    sizes = [n.name for n in arguments if isinstance(n.meta["example_value"], torch.SymInt)]
+    assert sizes == ["kvpass_room"] * (cache is DynamicCache)
+    state = [n for n in arguments if "segment_ends" in n.name or "codes" in n.name]
+    assert len(state) == 8
+    assert all("tensor_dict" in n.meta for n in state)
+
+
+def test_a_number_says_what_room_there_is(monkeypatch):
+    """CUDA graphs know tensors by their addresses, which another cache may get: it must not meet
+    what was recorded for other room."""
+    rooms = []
+    real = PackedCallable._flat
+
+    def watched(self, args, placed):
+        flat = real(self, args, placed)
+        if self.report.kind == "decode":
+            rooms.append((flat[-1], *(args[p].rooms for p in self._binding.packed)))
+        return flat
+
+    monkeypatch.setattr(PackedCallable, "_flat", watched)
+    model = tiny_model("llama", layers=1)
+    model.compile(backend="kvpass", options={"recipe": KIVI, "mode": "reduce-overhead"})
+    for tokens in (40, 300, 40):
+        cache = DynamicCache(config=model.config)
+        run_steps(model, prompt(1, 343), [tokens, *[1] * 34], cache=cache)
+    assert len(rooms) == 3 * 34
+    numbers = {}
+    for number, *room in rooms:
+        assert numbers.setdefault(number, room) == room
+    assert 2 <= len(numbers) <= 6
+    assert sorted(numbers) == list(range(2, 2 + len(numbers)))
+
+
+def test_a_mask_that_grows_is_an_obstacle():
+    """That of padding, with a column for each token."""
+    mask = torch.ones(1, 43, dtype=torch.int64)
+    mask[:, :3] = 0
+    _, decode = compiled(DynamicCache, mask=mask)
+    assert decode.capture_obstacle == "its attention mask has a column for each token in the cache"
 
 
 def test_an_unknown_mode():

@@ -93,7 +93,7 @@ class AttentionCall(LogicalCall):
 class PackedCall(LogicalCall):
     """See `kvpass.ops.logical.unpack`, and the others of one packed tensor."""
 
-    targets = (logical.unpack, logical.stored, logical.slide)
+    targets = (logical.unpack, logical.stored, logical.slide, logical.length)
 
     packed: Node
 

@@ -18,6 +18,7 @@ from kvpass.format.channels import ChannelOrder
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.parse import parse_plan
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
+from kvpass.ops import length as _length  # noqa: F401  (registers the op)
 from kvpass.ops.cos_sin import rotated
 from kvpass.ops.library import op_of
 from kvpass.tensor import native
@@ -131,6 +132,11 @@ def stored(packed: PackedKV) -> Tensor:
     return packed.stored()
 
 
+def length(packed: PackedKV) -> Tensor:
+    """How many tokens there are, int32 without dimensions, on the device."""
+    return cast(Tensor, torch.ops.kvpass.length.default(packed.segment_ends))
+
+
 def permute_channels(x: Tensor, order: Tensor) -> Tensor:
     """``out[..., j] = x[..., order[..., j]]``.
 
@@ -151,6 +157,7 @@ def permute_weight(weight: Tensor, order: Tensor, dim: int) -> Tensor:
 
 # fmt: off
 LOGICAL = (
-    append, attention, permute_channels, permute_weight, reorder_chunks, slide, stored, unpack,
+    append, attention, length, permute_channels, permute_weight, reorder_chunks, slide, stored,
+    unpack,
 )
 # fmt: on

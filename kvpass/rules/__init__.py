@@ -17,6 +17,7 @@ from kvpass.rules.fuse_rope_append import FuseRopeAppend
 from kvpass.rules.mask_to_bounds import MaskToBounds
 from kvpass.rules.permutation.permute_channels import PermuteChannels
 from kvpass.rules.permutation.push_order import ChannelGather, PushOrder, ShareTables
+from kvpass.rules.position_on_device import PositionOnDevice
 from kvpass.rules.quantize_cache import QuantizeCache
 from kvpass.rules.quantize_static import QuantizeStatic
 from kvpass.rules.reorder_chunks import ReorderChunks
@@ -37,6 +38,7 @@ RULES: list[Rule] = [
     FuseRopeAppend(),
     ChannelGather(),
     ReorderChunks(),
+    PositionOnDevice(),
 ]
 # Whatever other rules there are, these leave no packed tensor to who cannot read it.
 DECODING: list[Rule] = [DecodeReader(), ReadSize()]

@@ -32,6 +32,16 @@ class PackedStorage(StateTensors, Tensor):
     # Shared by all handles on one storage: how many steps have extended it.
     _steps: list[int]
     _born: int
+    # `rooms`, until a field moves.
+    _rooms: tuple[int, ...] | None = None
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """How many tokens there is room for in each field that grows."""
+        if self._rooms is None:
+            growing = self.plan.growing.items()
+            self._rooms = tuple(getattr(self, name).shape[dim] for name, dim in growing)
+        return self._rooms
 
     @property
     def state(self) -> list[Tensor]:
@@ -113,6 +123,7 @@ class PackedStorage(StateTensors, Tensor):
 
     def _move(self, field: Field, tokens: int, end: int | None = None) -> None:
         setattr(self, field.name, field.moved(getattr(self, field.name), tokens, end))
+        self._rooms = None
 
     def _ring_end(self, grows: str) -> int | None:
         """The end of the tokens in fields that grow so and are rings; None: they are none."""

@@ -26,6 +26,7 @@ BUILT_IN = [
     "fuse_rope_append",
     "channel_gather",
     "reorder_chunks",
+    "position_on_device",
 ]
 
 

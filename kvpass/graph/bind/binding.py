@@ -129,6 +129,9 @@ class Binding:
             are the first further arguments of the inner graph.
         folds: weights in other orders, further arguments of the inner graph.
         constants: its last arguments.
+        dropped: numbers among Dynamo's arguments that the inner graph does not get.
+        replayed: the very last argument tells the inner graph what room cache tensors have.
+        growing: what of the inner graph changes at every step, if anything does.
         examples: fake or real example arguments of the inner graph.
     """
 
@@ -142,4 +145,7 @@ class Binding:
     chunks: ChunkStep | None
     folds: tuple[Fold, ...]
     constants: tuple[Tensor, ...]
+    dropped: frozenset[int]
+    replayed: bool
+    growing: str | None
     examples: tuple[Any, ...]

@@ -33,6 +33,7 @@ from kvpass.graph.bind.binding import (
 from kvpass.graph.bind.chunks import ChunkBinder
 from kvpass.graph.bind.constants import bind_constants
 from kvpass.graph.bind.rotary import RotaryBinder
+from kvpass.graph.bind.sizes import drop_unread_sizes, growing_argument, room_argument
 from kvpass.graph.calls import add_call
 from kvpass.graph.logical_calls import (
     AppendCall,
@@ -49,14 +50,15 @@ from kvpass.tensor.packed import PackedKV
 ops = torch.ops.kvpass
 
 
-def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
+def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) -> Binding:
     """Rewrites ``graph`` in place, see the module's docstring.
 
     Args:
         graph: with logical ops.
         example_inputs: what Dynamo passed the backend.
+        replayed: CUDA graphs are wanted, which are recorded anew when a cache tensor has moved.
     """
-    binder = _Binder(graph)
+    binder = _Binder(graph, replayed)
     examples = binder.bind_inputs(example_inputs)
     for node in list(graph.nodes):
         binder.bind_op(node)
@@ -67,6 +69,10 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
         if bound or node in binder.arguments:
             graph.erase_node(node)
     folds, constants, more = bind_constants(graph, binder.positions)
+    dropped = drop_unread_sizes(graph, binder.positions)
+    packed = [node.meta["example_value"] for node in binder.arguments]
+    room = room_argument(graph, packed) if replayed else []
+    examples = [*examples, *binder.chunks.examples, *more, *room]
     return Binding(
         packed=tuple(binder.arguments.values()),
         shared=binder.rotary.groups(),
@@ -78,15 +84,19 @@ def bind_state(graph: Graph, example_inputs: list[Any]) -> Binding:
         chunks=binder.chunks.step(),
         folds=folds,
         constants=constants,
-        examples=(*examples, *binder.chunks.examples, *more),
+        dropped=frozenset(dropped),
+        replayed=bool(room),
+        growing=growing_argument(graph, packed),
+        examples=tuple(x for i, x in enumerate(examples) if i not in dropped.values()),
     )
 
 
 class _Binder:
     """The state of one binding: which nodes hold the inner tensors of each packed node."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, replayed: bool) -> None:
         self.graph = graph
+        self.replayed = replayed
         self.state: dict[Node, list[Node]] = {}
         self.plans: dict[Node, TensorPlan] = {}
         self.arguments: dict[Node, int] = {}
@@ -100,6 +110,7 @@ class _Binder:
         self._bind = {
             logical.append: self._append,
             logical.attention: self._attention,
+            logical.length: self._length,
             logical.permute_channels: self._permute,
             logical.reorder_chunks: self._reorder,
             logical.slide: self._slide,
@@ -133,7 +144,7 @@ class _Binder:
             inner = self.graph.placeholder(f"{node.name}_{name}")
         inner.meta["example_value"] = getattr(example, name)
         inner_source(node, inner, name)
-        if example.plan.room is not None:
+        if self.replayed or example.plan.room is not None:
             mark_static_input(inner)
         return inner
 
@@ -198,6 +209,11 @@ class _Binder:
     def _slide(self, node: Node) -> None:
         packed = PackedCall.at(node).packed
         self.state[node], self.plans[node] = self.state[packed], self.plans[packed]
+
+    def _length(self, node: Node) -> None:
+        packed = PackedCall.at(node).packed
+        ends = self.state[packed][self.plans[packed].layout.names.index("segment_ends")]
+        node.replace_all_uses_with(add_call(self.graph, ops.length.default, ends))
 
     def _tokens(self, node: Node) -> Size:
         return Size(node.meta["example_value"].shape[2], self.symbols)

@@ -1,0 +1,81 @@
+"""Arguments of a bound graph that are numbers of the host, or as long as the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from kvpass._torch import constant, fresh_size, shape_symbols, symbols_of
+from kvpass.graph.calls import add_argument
+from kvpass.tensor.packed import PackedKV
+
+ops = torch.ops.kvpass
+_ATTENTIONS = (ops.attention.default, ops.attention_chunks.default)
+
+
+def drop_unread_sizes(graph: Graph, positions: dict[Node, int]) -> dict[int, int]:
+    """Erases the arguments that are numbers which nobody reads: a CUDA graph is recorded anew for
+    each number, and the length of a cache is one at every step.
+
+    Args:
+        graph: bound.
+        positions: of Dynamo's placeholders, some of which are erased by now.
+
+    Returns:
+        Where those arguments were: among Dynamo's, and by that among the bound graph's.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and _is_size(node):
+            graph.erase_node(node)
+    arguments = list(graph.find_nodes(op="placeholder"))
+    sizes = {symbol for n in arguments if not _is_size(n) for symbol in shape_symbols(_example(n))}
+    dropped = {}
+    for index, node in enumerate(arguments):
+        if not _is_size(node) or node.users or node not in positions:
+            continue
+        # A CUDA graph must not be replayed for a tensor of another size.
+        if not symbols_of(_example(node)) & sizes:
+            dropped[positions[node]] = index
+            graph.erase_node(node)
+    return dropped
+
+
+def growing_argument(graph: Graph, packed: Sequence[PackedKV]) -> str | None:
+    """What in the bound ``graph`` is, or is as long as, the number of tokens in one of the
+    ``packed`` tensors that it was made for, and so changes at every step; None if nothing does."""
+    for node in graph.nodes:
+        mask = node.args[3] if node.target in _ATTENTIONS else None
+        if mask is not None and constant(_example(mask).shape[-1]) is None:
+            return "its attention mask has a column for each token in the cache"
+    lengths = [x.shape[2] for x in packed if x.plan.room is None]
+    symbols = {symbol for length in lengths for symbol in symbols_of(length)}
+    for node in graph.find_nodes(op="placeholder"):
+        example = _example(node)
+        found = symbols_of(example) if _is_size(node) else shape_symbols(example)
+        if symbols & found:
+            said = "is" if _is_size(node) else "is as long as"
+            return f"its argument {node.name} {said} the number of tokens in the cache"
+    return None
+
+
+def room_argument(graph: Graph, packed: Sequence[PackedKV]) -> list[Any]:
+    """Adds an argument that is another number wherever the ``packed`` tensors have other room, if
+    any of them grow: a CUDA graph was recorded for the room, and tells calls apart by numbers and
+    addresses alone. Returns the example for it, if there is one."""
+    growing = [x for x in packed if x.plan.room is None]
+    if not growing:
+        return []
+    room = fresh_size(graph, growing[0].segment_ends, "kvpass_room", 2)
+    add_argument(graph, "kvpass_room", room)
+    return [room]
+
+
+def _example(node: Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(_example(node), torch.SymInt)

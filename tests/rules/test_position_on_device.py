@@ -1,0 +1,41 @@
+"""Positions behind a growing cache, read on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpass import explain
+from tests.harness import run_steps
+from tests.models import prompt, tiny_model
+from tests.tolerances import LOGITS_FP32
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("options", [{"recipe": "fp"}, {"recipe": "fp", "mode": "reduce-overhead"}])
+def test_logits_equal_eager(inner, options):
+    """Steps of one token and of several, and one prompt behind another."""
+    model, ids = tiny_model("llama", layers=2), prompt(1, 66)
+    steps = [30, 1, 3, 1, 1] if inner == "inductor" else [30, 1, 3, 30, 1, 1]
+    wanted, _ = run_steps(model, ids[:, : sum(steps)], steps)
+    model.compile(backend="kvpass", options={**options, "inner": inner})
+    got, _ = run_steps(model, ids[:, : sum(steps)], steps)
+    assert (got - wanted).abs().max().item() <= LOGITS_FP32
+    *_, decode = explain(model).graphs
+    events = [e for e in decode.events if e.rule == "position_on_device"]
+    assert events
+    assert all(event.fired for event in events)
+    targets = [node.target for node in decode.bound.graph.nodes]
+    assert targets.count(torch.ops.kvpass.length.default) == 1
+
+
+def test_a_window_that_slides_counts_otherwise():
+    """What it holds is not where its next token stands."""
+    model = tiny_model("mistral", layers=1, sliding_window=16)
+    ids = prompt(1, 24)
+    wanted, _ = run_steps(model, ids, [20, 1, 1, 1, 1])
+    model.compile(backend="kvpass", options={"recipe": "fp"})
+    got, _ = run_steps(model, ids, [20, 1, 1, 1, 1])
+    assert (got - wanted).abs().max().item() <= LOGITS_FP32
+    events = [e for g in explain(model).graphs for e in g.events]
+    assert not any(e.rule == "position_on_device" for e in events)
