@@ -128,7 +128,7 @@ def test_the_model_part(monkeypatch):
     text, (row,), right = gpu._model(CPU, ModelCase("kivi-2bit"))
     assert not right
     assert row["error"] > 2 * row["allowed"]
-    assert "no CUDA graph: its cache grows" in text
+    assert "no CUDA graph" not in text
 
 
 def test_the_attention_part(monkeypatch):

@@ -76,15 +76,15 @@ BASE3_BOUND = 2.50
 # looked up in a table (2 to 4 instructions an element of keys and values), keys are scaled and
 # rotated in half precision (2 of keys), and an outlier is compared with all channels of its head (2
 # to 3 for each of a token; counted are the two that are always looked for, and a third). Cheaper
-# would be levels that are multiples of few numbers, and outliers sorted by head. Bytes of stack
+# would be levels that are multiples of few numbers, and a pass for outliers alone. Bytes of stack
 # hold what loops over the last few tokens share, and with outliers some of the main loop, too.
 CALIBRATED = {
     "kvquant-nuq4": (7.6, 16),
-    "kvquant-nuq3": (6.3, 16),
+    "kvquant-nuq3": (6.3, 32),
     "kvquant-nuq2": (5.2, 16),
-    "kvquant-nuq4-1%": (25.2, 440),
-    "kvquant-nuq3-1%": (18.2, 440),
-    "kvquant-nuq2-1%": (17.8, 440),
+    "kvquant-nuq4-1%": (24.0, 440),
+    "kvquant-nuq3-1%": (16.2, 440),
+    "kvquant-nuq2-1%": (15.0, 440),
 }
 
 
