@@ -59,8 +59,8 @@ def kvpass(
     Args:
         gm: Dynamo's graph.
         example_inputs: its example arguments.
-        mode: Inductor's mode. CUDA graphs (``reduce-overhead``) replay the steps of static caches
-            only.
+        mode: Inductor's mode. CUDA graphs (``reduce-overhead``) replay decode steps, where nothing
+            stands against it (`GraphReport.capture_obstacle`).
         options: see `kvpass.options.parse_options`.
 
     Raises:

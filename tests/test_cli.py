@@ -42,6 +42,27 @@ def test_kernels(capsys):
     assert table[-1]["inst/el"] == table[-1]["budget"] == "-"
 
 
+def test_a_prediction(capsys):
+    """Of 16 times as many tokens: all but the launches takes 16 times as long."""
+    predicted = []
+    for tokens in (2048, 32_768):
+        options = ["--k", K, "--v", V, "--head-dim", "64", "--model", "--tokens", str(tokens)]
+        assert main(["kernels", *options]) == 0
+        *_, said, header, row = capsys.readouterr().out.splitlines()
+        assert said == (
+            f"predicted, not measured: a step of 1 x {tokens} tokens, 8 KV heads, 3 launches"
+        )
+        assert header.split()[4:] == ["memory", "issue", "launches", "all", "dense"]
+        predicted.append([float(x) for x in row.split()[2:]])
+    (memory, issue, launches, total, _), longer = predicted
+    assert longer[:3] == pytest.approx([16 * memory, 16 * issue, launches], abs=1)
+    # 8 bits of a code, and a scale and a minimum for 32 or for 64 of them.
+    numbers = 32_768 * 8 * 64
+    assert longer[0] == pytest.approx(numbers * (9 + 8.5) / 8 / 4.3e12 * 1e6, abs=0.06)
+    assert longer[4] - launches == pytest.approx(numbers * 4 / 4.3e12 * 1e6, abs=0.06)
+    assert total == pytest.approx(max(memory, issue) + launches, abs=0.11)
+
+
 def test_keys_and_values_of_one_plan_are_listed_once(capsys):
     """Here those of a static cache."""
     assert main(["kernels", "--recipe", "fp", "--head-dim", "64", "--static", "512"]) == 0

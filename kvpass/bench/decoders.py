@@ -94,11 +94,13 @@ class _Decoding:
         )  # fmt: skip
 
 
-def packed_contender(setting: Setting, model: Any, recipe: str) -> Contender:
-    """The model compiled by kvpass under ``recipe``."""
+def packed_contender(
+    setting: Setting, model: Any, recipe: str, mode: str | None = None
+) -> Contender:
+    """The model compiled by kvpass under ``recipe``, in this mode of Inductor."""
     plan = Plan(layer_plan(recipe, *setting.layer()), recipe=recipe)
     # Strict: a part that runs unpacked must not be timed as if it were packed.
-    options: dict[str, Any] = {"recipe": plan, "strict": True, "inner": setting.inner}
+    options: dict[str, Any] = {"recipe": plan, "strict": True, "inner": setting.inner, "mode": mode}
     run = torch.compile(new_step("packed_step"), backend="kvpass", options=options)
 
     def fill() -> Filled:
@@ -106,7 +108,8 @@ def packed_contender(setting: Setting, model: Any, recipe: str) -> Contender:
             return filled(setting, model, run, partial(DynamicCache, config=setting.config))
         return packed_cache(setting, plan.default), ""
 
-    return _Decoding(setting, model, run, fill).contender(f"kvpass {recipe}", required=True)
+    name = f"kvpass {recipe}" + (f", {mode}" if mode else "")
+    return _Decoding(setting, model, run, fill).contender(name, required=True)
 
 
 def packed_static_contender(setting: Setting, model: Any, recipe: str, room: int) -> Contender:

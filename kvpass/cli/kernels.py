@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpass.cli.options import TARGETS, positive
@@ -10,6 +11,8 @@ from kvpass.cli.options import TARGETS, positive
 if TYPE_CHECKING:
     from kvpass.plan import LayerPlan
 
+# The kernels of a decode step.
+_STEP = ("append_both", "append_step", "advance_ends", "attention_split", "attention_merge")
 _ROW = "{:16}" + 6 * "{:>10}" + "  {}"
 
 
@@ -33,6 +36,9 @@ def add_kernels(commands: Any) -> None:
     group = "query heads that share a KV head (default: 4)"
     add("--heads-per-group", type=positive, default=4, metavar="N", help=group)
     add("--static", type=positive, metavar="TOKENS", help="of a static cache with room for so many")
+    add("--model", action="store_true", help="predict the time of a decode step of one layer")
+    add("--tokens", type=positive, default=32_768, metavar="N", help="of --model (default: 32768)")
+    add("--batch", type=positive, default=1, metavar="B", help="of --model (default: 1)")
     command.set_defaults(run=run_kernels)
 
 
@@ -66,7 +72,29 @@ def run_kernels(options: argparse.Namespace) -> int:
             counted = (f"{r.per_element:.2f}", f"{budget:.2f}")
         mma = r.tensor_core_instructions
         print(_ROW.format(r.name, r.registers, r.shared, spills, mma, *counted, r.path))
+    if options.model:
+        _print_model(options, reports, sum(x.kernel.__name__ in _STEP for x in launches))
     return 0
+
+
+def _print_model(options: argparse.Namespace, reports: Sequence[Any], steps: int) -> None:
+    """What is predicted of a step of so many launches, for each format of a layer as if all tokens
+    were stored in it."""
+    from lowering.triton.layer import KV_HEADS
+    from lowering.triton.roofline import predict
+
+    print(f"\npredicted, not measured: a step of {options.batch} x {options.tokens} tokens, "
+          f"{KV_HEADS} KV heads, {steps} launches")  # fmt: skip
+    row = "{:44}" + 5 * "{:>10}"
+    print(row.format("us of a layer", "memory", "issue", "launches", "all", "dense"))
+    for layouts, r in reports:
+        if layouts is None or r.per_element is None:
+            continue
+        tokens = options.batch * options.tokens
+        of = TARGETS[options.target]
+        p = predict(layouts, r.per_element, steps, of, tokens=tokens, kv_heads=KV_HEADS)
+        seconds = (p.memory, p.issue, p.launches, p.total, p.dense)
+        print(row.format("{}, {}".format(*layouts), *(f"{1e6 * x:.1f}" for x in seconds)))
 
 
 def _layer_plan(options: argparse.Namespace, key_dim: int, value_dim: int) -> LayerPlan:

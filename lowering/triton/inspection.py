@@ -92,17 +92,24 @@ def matrix_products(counts: Counter[str]) -> int:
     return counts["HMMA"] + counts["HGMMA"]
 
 
+def rates(capability: int) -> tuple[float, float]:
+    """Thread instructions, and bytes of memory at 90% of the bandwidth, that a GPU of this compute
+    capability does a second."""
+    return _RATES[capability]
+
+
+def bytes_per_element(k: Layout, v: Layout, kv_heads: int = 1) -> float:
+    """Bytes in memory per element of keys and values, for one of ``kv_heads`` heads, which share a
+    token's outliers. Cosines and sines are not counted: all heads and layers read the same ones."""
+    outliers = _OUTLIER_BYTES * (k.outliers + v.outliers) / kv_heads
+    return (k.bytes_per_token + v.bytes_per_token + outliers) / (k.head_dim + v.head_dim)
+
+
 def instruction_budget(k: Layout, v: Layout, capability: int, kv_heads: int = 1) -> float:
-    """Thread instructions per element of keys and values below which memory is the limit, for one
-    of ``kv_heads`` heads, which share a token's outliers. Cosines and sines are not counted: all
-    heads and layers read the same ones."""
-    instructions, bandwidth = _RATES[capability]
-    size = (
-        k.bytes_per_token
-        + v.bytes_per_token
-        + _OUTLIER_BYTES * (k.outliers + v.outliers) / kv_heads
-    )
-    return size / (k.head_dim + v.head_dim) * instructions / bandwidth
+    """Thread instructions per element of keys and values below which memory is the limit; see
+    `bytes_per_element`."""
+    instructions, bandwidth = rates(capability)
+    return bytes_per_element(k, v, kv_heads) * instructions / bandwidth
 
 
 def loops(sass: str) -> list[Counter[str]]:
