@@ -77,9 +77,10 @@ def kvpass(
     report = new_report(name, copy_module(gm), examples)
     if isinstance(planner, Plan) and planner.calibration is not None:
         check_weights(module.graph, examples, planner.calibration.weights)
+    replayed = wants_cuda_graphs(mode)
     with report.timed("find sites"):
         specialize(module.graph)
-        context = Context(module.graph, find_sites(module.graph), planner)
+        context = Context(module.graph, find_sites(module.graph), planner, replayed=replayed)
     with report.timed("apply rules"):
         biases = large_key_biases(context, examples)
         report.events = rewrite(context, examples)
@@ -90,7 +91,7 @@ def kvpass(
         report.after = copy_module(module)
     warn_of_refusals(report, opts.strict)
     with report.timed("bind state"):
-        binding = bind_state(module.graph, examples, wants_cuda_graphs(mode))
+        binding = bind_state(module.graph, examples, replayed)
     with report.timed("fold weights"):
         for fold in binding.folds:
             if not is_traced(examples[fold.position]):

@@ -49,7 +49,8 @@ class Provider:
 
 # Their references read the ends of segments on the host.
 _READ_ENDS = (
-    "append", "append_attention", "attention", "attention_chunks", "extend_chunks", "unpack",
+    "append", "append_attention", "append_attention_chunks", "attention", "attention_chunks",
+    "extend_chunks", "unpack",
 )  # fmt: skip
 
 
@@ -99,6 +100,12 @@ _GENERATED = (
         "append_attention",
         append_attention.append_attention,
         append_attention.unsupported_reason,
+        ("keys", "values"),
+    ),
+    _triton(
+        "append_attention_chunks",
+        chunks.append_attention_chunks,
+        chunks.unsupported_step,
         ("keys", "values"),
     ),
     _triton("pack", pack.pack, pack.unsupported_reason),

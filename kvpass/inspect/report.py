@@ -64,7 +64,7 @@ class GraphReport:
         ops = {choice.op for choice in self.choices}
         if any("pack_after" in node.meta for node in self.after.graph.nodes):
             return "plain step"
-        if ops & {"append", "append_attention", "append_chunks", "extend_chunks"}:
+        if any(op.startswith(("append", "extend")) for op in ops):
             return "decode"
         return "prefill" if "pack" in ops or "reorder_chunks" in ops else "no packed cache"
 

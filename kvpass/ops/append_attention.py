@@ -3,6 +3,7 @@ are attended with them. One op, so that one kernel appends to both and lengths m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvpass.ops.attention import (
     attention,
     attention_fake,
 )
+from kvpass.ops.chunks import append_chunks, attention_chunks
 from kvpass.ops.library import define
 
 APPEND_ATTENTION_ARGUMENTS = (
@@ -58,10 +60,21 @@ def append_attention(*args: Any, **kwargs: Any) -> Tensor:
     Returns:
         As `kvpass.ops.attention.attention`.
     """
+    return _one_after_the_other(append, attention, *args, **kwargs)
+
+
+def append_attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
+    """Reference of ``kvpass::append_attention_chunks``, see `append_attention`."""
+    return _one_after_the_other(append_chunks, attention_chunks, *args, **kwargs)
+
+
+def _one_after_the_other(
+    append: Callable[..., None], attention: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
     step, a = StepArguments.split(*args, **kwargs)
-    keys = own_tensors(a.keys, a.k_plan)
+    keys, values = own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan)
     append(keys, step.new_keys, a.k_plan, step.cos_sin, step.rope, step.k_clip)
-    append(own_tensors(a.values, a.v_plan), step.new_values, a.v_plan, clip=step.v_clip)
+    append(values, step.new_values, a.v_plan, clip=step.v_clip)
     return attention(*a)
 
 
@@ -76,3 +89,8 @@ def append_attention_fake(*args: Any, **kwargs: Any) -> Tensor:
 
 
 define("append_attention" + APPEND_ATTENTION_ARGUMENTS, append_attention, append_attention_fake)
+define(
+    "append_attention_chunks" + APPEND_ATTENTION_ARGUMENTS,
+    append_attention_chunks,
+    append_attention_fake,
+)

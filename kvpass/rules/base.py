@@ -63,6 +63,7 @@ class Context:
         cos_sin: the cosines and sines that keys get when they are read, by those of the graph.
         warnings: for the user.
         refused: why a rule was refused at a node, the first one.
+        replayed: CUDA graphs are wanted.
         served_by: the provider of a node of a bound graph, and why better ones decline.
     """
 
@@ -73,6 +74,7 @@ class Context:
     cos_sin: dict[tuple[object, object, str], Node] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     refused: dict[Node, str] = field(default_factory=dict)
+    replayed: bool = False
     served_by: ServedBy = lambda node: ("aten", ())
 
     def replaced(self, origin: Node, packed: Node, order: ChannelOrder | None) -> None:

@@ -13,6 +13,13 @@ from kvpass.ops import append_attention as _registers_the_op  # noqa: F401
 from kvpass.rules.base import Context, Rule
 
 ops = torch.ops.kvpass
+# Of each attention: what appends to its keys and values, and the op that does it all.
+_OPS = {
+    ops.attention.default: (ops.append.default, ops.append_attention.default),
+    ops.attention_chunks.default: (
+        ops.append_chunks.default, ops.append_attention_chunks.default,
+    ),
+}  # fmt: skip
 
 
 # Where somebody does it in fewer steps than the three ops: each is a launch on a GPU, and nothing
@@ -29,9 +36,10 @@ class FuseAppendAttention(Rule):
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to attention over keys and values that its graph has appended to before."""
-        if node.target is not ops.attention.default:
+        if node.target not in _OPS:
             return None
-        keys, values = (_append_to(state, node) for state in node.args[1:3])
+        append, fused = _OPS[node.target]
+        keys, values = (_append_to(state, append, node) for state in node.args[1:3])
         if keys is None or values is None or len(values.args) > 3:
             return None
         if (reader := _reader_between(node, keys, values)) is not None:
@@ -41,23 +49,25 @@ class FuseAppendAttention(Rule):
         if changed is not None:
             return Miss("it is changed in place", changed)
         with context.graph.inserting_before(node):
-            trial = context.graph.call_function(ops.append_attention.default, arguments)
+            trial = context.graph.call_function(fused, arguments)
         provider, _ = context.served_by(trial)
         context.graph.erase_node(trial)
-        return None if provider == "aten" else {"appends": (keys, values), "arguments": arguments}
+        if provider == "aten":
+            return None
+        return {"appends": (keys, values), "fused": fused, "arguments": arguments}
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
-        node.target, node.args = ops.append_attention.default, found["arguments"]
+        node.target, node.args = found["fused"], found["arguments"]
         for append in found["appends"]:
             context.graph.erase_node(append)
         return "one op appends keys and values and attends to them"
 
 
-def _append_to(state: Any, attention: Node) -> Node | None:
-    """The last append to this state before ``attention``, or None."""
+def _append_to(state: Any, append: Any, attention: Node) -> Node | None:
+    """The last ``append`` to this state before ``attention``, or None."""
     users: list[Node] = sorted(state[0].users)
-    appends = [n for n in users if n.target is ops.append.default and n < attention]
+    appends = [n for n in users if n.target is append and n < attention]
     return appends[-1] if appends else None
 
 

@@ -18,7 +18,7 @@ from kvpass.rules.base import Context, Rule
 from kvpass.tensor.packed import PackedKV
 
 
-# Else a CUDA graph would repeat the position at which it was recorded.
+# Where CUDA graphs are wanted: they repeat the numbers of the host with which they were recorded.
 class PositionOnDevice(Rule):
     """Adds the length of the cache from the device, not as a number of the host."""
 
@@ -28,6 +28,8 @@ class PositionOnDevice(Rule):
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to sums of a tensor of integers and the number of tokens in a growing cache."""
+        if not context.replayed:
+            return None
         if op_name(node) != "add" or len(node.args) != 2 or node.kwargs:
             return None
         for steps, size in (node.args, node.args[::-1]):

@@ -3,18 +3,21 @@ over what is then stored, and their merge, which moves the segment ends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from kvpass.format.parse import parse_plan
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.append_attention import StepArguments, own_tensors
 from kvpass.ops.attention import AttentionArguments, with_signature
 from lowering.codegen import load_kernels
 from lowering.triton import append, attention
+from lowering.triton.attention import Advance
 from lowering.triton.launch import launch
 from lowering.triton.layouts import layout_of, stored
-from triton_templates import next_power_of_2
+from triton_templates import Layout, next_power_of_2
 
 
 def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
@@ -33,30 +36,38 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
 def append_attention(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.append_attention.append_attention`, for arguments that are supported."""
     step, a = StepArguments.split(*args, **kwargs)
+    plans = stored(parse_plan(a.k_plan)), stored(parse_plan(a.v_plan))
+    k = layout_of(str(plans[0]), int(step.new_keys.shape[3]))
+    v = layout_of(str(plans[1]), int(step.new_values.shape[3]))
+    states = own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan)
+    advance = append_both(step, states, plans, (k, v))
+    return attention.attend(attention.best_sizes(a), *a, advance=advance)
+
+
+def append_both(
+    step: StepArguments,
+    states: tuple[Sequence[Tensor], Sequence[Tensor]],
+    plans: tuple[TensorPlan, TensorPlan],
+    layouts: tuple[Layout, Layout],
+) -> Advance:
+    """Appends to keys and values, the last of whose tensors are segment ends that stay as they are.
+    Returns what attention needs to see the new tokens."""
     batch, heads, new, _ = step.new_keys.shape
-    plans = [stored(parse_plan(plan)) for plan in (a.k_plan, a.v_plan)]
-    states = (own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan))
-    k, v = (
-        layout_of(str(p), int(x.shape[3]))
-        for p, x in zip(plans, (step.new_keys, step.new_values), strict=True)
-    )
     rotation = step.cos_sin, step.rope
-    of_keys = append.appending(states[0], step.new_keys, plans[0], k, *rotation, step.k_clip)
-    of_values = append.appending(states[1], step.new_values, plans[1], v, clip=step.v_clip)
-    variables = {
-        "k_rope": of_keys.variables["rope"],
-        "k_clip_each": of_keys.variables["clip_each"],
-        "v_clip_each": of_values.variables["clip_each"],
-    }
-    kernels = load_kernels("append_attention", k=k, v=v, **variables)
+    k = append.appending(states[0], step.new_keys, plans[0], layouts[0], *rotation, step.k_clip)
+    v = append.appending(states[1], step.new_values, plans[1], layouts[1], clip=step.v_clip)
+    kernels = load_kernels(
+        "append_attention", k=layouts[0], v=layouts[1], k_rope=k.variables["rope"],
+        k_clip_each=k.variables["clip_each"], v_clip_each=v.variables["clip_each"],
+    )  # fmt: skip
     launch(
-        kernels.append_both, (batch * heads, of_keys.parts + of_values.parts),
-        *of_keys.arguments, of_keys.parts, *of_values.arguments,
+        kernels.append_both, (batch * heads, k.parts + v.parts),
+        *k.arguments, k.parts, *v.arguments,
         KV_HEADS=heads, NEW=new, NEW_PADDED=next_power_of_2(new),
-        **_prefixed("K", of_keys.constants), **_prefixed("V", of_values.constants),
+        **_prefixed("K", k.constants), **_prefixed("V", v.constants),
     )  # fmt: skip
     ages = _prefixed("K", append.ages(plans[0])) | _prefixed("V", append.ages(plans[1]))
-    return attention.attend(attention.best_sizes(a), *a, ages=ages)
+    return Advance((states[0][-1], states[1][-1]), ages)
 
 
 def _prefixed(prefix: str, constants: dict[str, Any]) -> dict[str, Any]:

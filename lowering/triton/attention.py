@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,14 +119,22 @@ def _parameters(
     return {"k": layouts[0], "v": layouts[1], **tiles, "advances": advances}
 
 
-def attend(
-    sizes: AttentionSizes, *args: Any, ages: dict[str, Any] | None = None, **kwargs: Any
-) -> Tensor:
-    """`attention` with these sizes, on which the result does not depend but for rounding.
+class Advance(NamedTuple):
+    """Segment ends that have not moved yet past the tokens of the step, and are to be.
 
-    ``ages`` are the kernels' constants that say when tokens are packed, if segment ends have not
-    moved yet past the step's tokens, and are to be.
+    Attributes:
+        ends: of keys and of values.
+        ages: constants of the kernels that say when tokens are packed.
     """
+
+    ends: tuple[Tensor, Tensor]
+    ages: dict[str, Any]
+
+
+def attend(
+    sizes: AttentionSizes, *args: Any, advance: Advance | None = None, **kwargs: Any
+) -> Tensor:
+    """`attention` with these sizes, on which the result does not depend but for rounding."""
     a = AttentionArguments(*args, **kwargs)
     keys, values = a.states
     k = layout_of(a.k_plan, a.q.shape[3])
@@ -140,8 +148,8 @@ def attend(
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
         more = {"window_size": keys.plan.window_size or 0}
     sums = empty_sums(a, keys.tokens.shape[1], v.head_dim, splits)
-    launch_splits(a, (k, v), sizes, sums, splits, ages, **more)
-    return merged(a, (k, v), sizes, sums, ages)
+    launch_splits(a, (k, v), sizes, sums, splits, advance, **more)
+    return merged(a, (k, v), sizes, sums, advance)
 
 
 # Weighted sums [B * Hkv, splits, rows, Dv], and the largest scores and sums of weights
@@ -163,7 +171,7 @@ def launch_splits(
     sizes: AttentionSizes,
     sums: Sums,
     splits: int,
-    ages: dict[str, Any] | None = None,
+    advance: Advance | None = None,
     **more: Any,
 ) -> None:
     """Launches ``attention_split``.
@@ -175,13 +183,13 @@ def launch_splits(
         sizes: of the launch.
         sums: to be written.
         splits: programs that share the tokens of a KV head.
-        ages: see `attend`.
+        advance: if the ends are those before the step.
         more: the arguments that not every kernel has, and constants that differ.
     """
     q = dense(a.q)
     _, heads, queries, head_dim = q.shape
     pairs, _, rows, value_dim = sums[0].shape
-    kernels = load_kernels("attention", **_parameters(layouts, sizes, ages is not None))
+    kernels = load_kernels("attention", **_parameters(layouts, sizes, advance is not None))
     kv_heads = heads * queries // rows
     states = (*a.keys, *rooms(a.keys, layouts[0]), *a.values, *rooms(a.values, layouts[1]))
     kind, mask, mask_strides = _mask_arguments(q, a.mask)
@@ -197,7 +205,8 @@ def launch_splits(
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
         **{"CAUSAL": a.causal} | more, WINDOWED=a.window > 0, CAPPED=a.softcap > 0,
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages,
-        step_elements=sizes.tile * (head_dim + value_dim), layouts=layouts, **(ages or {}),
+        step_elements=sizes.tile * (head_dim + value_dim), layouts=layouts,
+        **({} if advance is None else advance.ages),
     )  # fmt: skip
 
 
@@ -206,24 +215,24 @@ def merged(
     layouts: tuple[Layout, Layout],
     sizes: AttentionSizes,
     sums: Sums,
-    ages: dict[str, Any] | None = None,
+    advance: Advance | None = None,
 ) -> Tensor:
     """Attention's result from what all splits have written, the last ones with these layouts and
-    sizes; ``ages``: see `attend`."""
-    kernels = load_kernels("attention", **_parameters(layouts, sizes, ages is not None))
+    sizes. Moves the ends if that is still to be done."""
+    kernels = load_kernels("attention", **_parameters(layouts, sizes, advance is not None))
     batch, heads, queries, _ = a.q.shape
     pairs, splits, rows, value_dim = sums[0].shape
     out = a.q.new_empty((batch, heads, queries, value_dim))
     sinks, padded = a.sinks, next_power_of_2(splits)
     if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    moved = [] if ages is None else [state.segment_ends for state in a.states]
+    ends, ages = ((), {}) if advance is None else advance
     launch(
         kernels.attention_merge, (pairs, rows),
-        *sums, a.q if sinks is None else sinks, out, *moved,
+        *sums, a.q if sinks is None else sinks, out, *ends,
         KV_HEADS=heads * queries // rows, QUERIES=queries, ROWS=rows, SPLITS=splits,
         SPLITS_PADDED=padded, STEP=min(_MERGE_STEP, padded), SINKS=sinks is not None,
-        **(ages or {}),
+        **ages,
     )  # fmt: skip
     return out
 

@@ -17,12 +17,15 @@ from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.codec import FP
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
+from kvpass.ops.append_attention import StepArguments, own_tensors
 from kvpass.ops.attention import AttentionArguments, with_signature
 from kvpass.ops.chunks import chosen_counts, chunked, reordered, segment_plan
 from lowering.codegen import load_kernels
 from lowering.support import dense, unsupported_conversion, unsupported_formats, unsupported_gaps
 from lowering.triton import append
+from lowering.triton.append_attention import append_both
 from lowering.triton.attention import (
+    Advance,
     empty_sums,
     launch_splits,
     merged,
@@ -213,7 +216,11 @@ def unsupported_attention(*args: Any, **kwargs: Any) -> str | None:
 def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     """As `kvpass.ops.chunks.attention_chunks`, for arguments that are supported: a launch for each
     segment, and one that weighs all of their splits together."""
-    a = AttentionArguments(*args, **kwargs)
+    return _attend(AttentionArguments(*args, **kwargs))
+
+
+def _attend(a: AttentionArguments, advance: Advance | None = None) -> Tensor:
+    """`attention_chunks`; ``advance``: of the last segment."""
     batch, heads, queries, _ = a.q.shape
     segments = list(_segments(a))
     kv_heads, value_dim = segments[0].arguments.keys[0].shape[1], segments[0].layouts[1].head_dim
@@ -226,13 +233,34 @@ def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     sums, first = empty_sums(a, kv_heads, value_dim, sum(splits)), 0
     for x, size, count in zip(segments, sizes, splits, strict=True):
         launch_splits(
-            x.arguments, x.layouts, size, sums, count, positions=x.positions,
-            positions_count=x.positions.shape[1], window_size=0,
+            x.arguments, x.layouts, size, sums, count, advance if x is segments[-1] else None,
+            positions=x.positions, positions_count=x.positions.shape[1], window_size=0,
             # A step is exact: what is packed has come before it.
             CAUSAL=a.causal and x.layouts[0].identity, ALL_SPLITS=sum(splits), FIRST_SPLIT=first,
         )  # fmt: skip
         first += count
-    return merged(a, x.layouts, size, sums)
+    return merged(a, x.layouts, size, sums, advance)
+
+
+def unsupported_step(*args: Any, **kwargs: Any) -> str | None:
+    """Why the kernels decline these arguments of ``kvpass::append_attention_chunks``, or None."""
+    step, a = StepArguments.split(*args, **kwargs)
+    keys, values = own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan)
+    return (
+        unsupported_append(keys, step.new_keys, a.k_plan, step.cos_sin, step.rope)
+        or unsupported_append(values, step.new_values, a.v_plan)
+        or unsupported_attention(*a)
+    )
+
+
+@with_signature(StepArguments, AttentionArguments)
+def append_attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
+    """As `kvpass.ops.append_attention.append_attention_chunks`, for arguments that are
+    supported."""
+    step, a = StepArguments.split(*args, **kwargs)
+    x = list(_segments(a))[-1]
+    states, exact = (x.arguments.keys, x.arguments.values), parse_plan(str(FP))
+    return _attend(a, append_both(step, states, (exact, exact), x.layouts))
 
 
 def unsupported_unpack(

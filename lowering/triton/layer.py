@@ -59,15 +59,9 @@ def layer_launches(
         keys, values = _prompt(tokens, key_dim, dtype), _prompt(tokens, value_dim, dtype)
         q = keys.new_empty(1, KV_HEADS * heads_per_group, 1, key_dim)
         sinks = q.new_empty(KV_HEADS * heads_per_group) if with_sinks else None
-        if parse_plan(k_plan).op_suffix:
-            state = _chunked_state(keys, k_plan, rotated=True), _chunked_state(values, v_plan)
-            arguments = (q, *state, None, 1.0, k_plan, v_plan, sinks)
-            _require("attention_chunks", chunks.unsupported_attention(*arguments, **variant))
-            chunks.attention_chunks(*arguments, **variant)
-        else:
-            state = _state(keys, k_plan), _state(values, v_plan)
-            arguments = (q, *state, None, 1.0, k_plan, v_plan, sinks)
-            _step(_new_token(keys), _new_token(values), *arguments, **variant)
+        state = _chunked_state if parse_plan(k_plan).op_suffix else _state
+        arguments = (q, state(keys, k_plan), state(values, v_plan), None, 1.0, k_plan, v_plan)
+        _step(_new_token(keys), _new_token(values), *arguments, sinks, **variant)
     return launches
 
 
@@ -108,9 +102,13 @@ def _step(keys: Tensor, values: Tensor, *attention: Any, **variant: Any) -> None
     plans, rotation = attention[5:7], _rotation(keys, attention[5])
     clips = [_clip(x, plan) for x, plan in zip((keys, values), plans, strict=True)]
     arguments = (keys, values, *rotation, *clips, *attention)
-    reason = append_attention.unsupported_reason(*arguments, **variant)
-    _require("append_attention", reason)
-    append_attention.append_attention(*arguments, **variant)
+    if parse_plan(plans[0]).op_suffix:
+        _require("append_attention_chunks", chunks.unsupported_step(*arguments, **variant))
+        chunks.append_attention_chunks(*arguments, **variant)
+    else:
+        reason = append_attention.unsupported_reason(*arguments, **variant)
+        _require("append_attention", reason)
+        append_attention.append_attention(*arguments, **variant)
 
 
 def _rotation(keys: Tensor, plan: str) -> tuple[Tensor | None, str | None]:
@@ -120,16 +118,15 @@ def _rotation(keys: Tensor, plan: str) -> tuple[Tensor | None, str | None]:
     return keys.new_empty(1, 1, dim), str(Rope("halves", 0, dim))
 
 
-def _chunked_state(x: Tensor, plan: str, rotated: bool = False) -> list[Tensor]:
-    """The state after a prompt and a decode step, with room for as many tokens in each segment as
-    all have. Records their kernels and that of `unpack`."""
+def _chunked_state(x: Tensor, plan: str) -> list[Tensor]:
+    """The state after a prompt, with room for as many tokens in each segment as all have. Records
+    the kernels that make it and that of `unpack`."""
     p, tokens = cast(ChunkedPlan, parse_plan(plan)), x.shape[2]
     tiles = -(-tokens // p.tile)
     index = [x.new_empty(1, tiles, p.tile, dtype=torch.int32) for _ in p.codecs]
     _require("reorder_chunks", chunks.unsupported_reorder(x, index, plan))
     chunks.reorder_chunks(x, index, plan)
-    state, new = reorder_chunks_fake(x, index, plan), _new_token(x)
-    chunks.append_chunks(state, new, plan, *(_rotation(new, plan) if rotated else ()))
+    state = reorder_chunks_fake(x, index, plan)
     state += [x.new_empty(1, tiles * p.tile, dtype=torch.int32) for _ in p.codecs]
     _require("unpack_chunks", chunks.unsupported_unpack(state, tokens, plan, x.dtype))
     chunks.unpack_chunks(state, tokens, plan, x.dtype)

@@ -63,7 +63,7 @@ def test_chunks(monkeypatch):
     prefill, decode = graphs
     assert prefill.providers == {"reorder_chunks by triton": 2}
     assert decode.providers == {
-        "copy_cos_sin by aten": 1, "append_chunks by triton": 2, "attention_chunks by triton": 1,
+        "length by aten": 1, "copy_cos_sin by aten": 1, "append_attention_chunks by triton": 1,
     }  # fmt: skip
     # Where its tokens go is computed on the host.
     assert [w.split(":")[0] for w in prefill.waits] == ["_to_copy at kvpass/cocktail/placement.py"]

@@ -10,15 +10,16 @@ from tests.harness import run_steps
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_FP32
 
+OPTIONS = {"recipe": "fp", "mode": "reduce-overhead"}
+
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("options", [{"recipe": "fp"}, {"recipe": "fp", "mode": "reduce-overhead"}])
-def test_logits_equal_eager(inner, options):
+def test_logits_equal_eager(inner):
     """Steps of one token and of several, and one prompt behind another."""
     model, ids = tiny_model("llama", layers=2), prompt(1, 66)
     steps = [30, 1, 3, 1, 1] if inner == "inductor" else [30, 1, 3, 30, 1, 1]
     wanted, _ = run_steps(model, ids[:, : sum(steps)], steps)
-    model.compile(backend="kvpass", options={**options, "inner": inner})
+    model.compile(backend="kvpass", options={**OPTIONS, "inner": inner})
     got, _ = run_steps(model, ids[:, : sum(steps)], steps)
     assert (got - wanted).abs().max().item() <= LOGITS_FP32
     *_, decode = explain(model).graphs
@@ -34,8 +35,16 @@ def test_a_window_that_slides_counts_otherwise():
     model = tiny_model("mistral", layers=1, sliding_window=16)
     ids = prompt(1, 24)
     wanted, _ = run_steps(model, ids, [20, 1, 1, 1, 1])
-    model.compile(backend="kvpass", options={"recipe": "fp"})
+    model.compile(backend="kvpass", options=OPTIONS)
     got, _ = run_steps(model, ids, [20, 1, 1, 1, 1])
     assert (got - wanted).abs().max().item() <= LOGITS_FP32
     events = [e for g in explain(model).graphs for e in g.events]
     assert not any(e.rule == "position_on_device" for e in events)
+
+
+def test_without_cuda_graphs_it_stays_a_number_of_the_host():
+    model = tiny_model("llama", layers=1)
+    model.compile(backend="kvpass", options={"recipe": "fp", "inner": "eager"})
+    run_steps(model, prompt(1, 24), [20, 1, 1])
+    *_, decode = explain(model).graphs
+    assert not any(e.rule == "position_on_device" for e in decode.events)

@@ -132,6 +132,30 @@ def test_prompts_steps_and_unpack(plan: str) -> None:
     )
 
 
+def test_a_step_appends_attends_and_moves_the_ends() -> None:
+    tokens = PROMPT + LATER + STEP
+    x, y = (keys_like(2, 2, tokens, 64, torch.float16, seed) for seed in (0, 1))
+    got, wanted, new = [], [], []
+    for plan, z in ((KEYS, x), (VALUES, y)):
+        handle = extended(first_prompt(plan, z), z[:, :, PROMPT : PROMPT + LATER], 2)
+        got.append(poison(handle))
+        wanted.append(handle.clone())
+        new.append(z[:, :, PROMPT + LATER :])
+    rotation = keys_like(1, 1, STEP, 64, torch.float16, 3)[:, 0], "halves0-64"
+    ops.append_chunks(wanted[0].own, new[0], KEYS, *rotation)
+    ops.append_chunks(wanted[1].own, new[1], VALUES)
+    q = keys_like(2, 4, STEP, 64, torch.float16, 4)
+    rest = (None, 0.125, KEYS, VALUES, None, True)
+    arguments = (*new, *rotation, None, None, q, *got, *rest)
+    assert chunks.unsupported_step(*arguments) is None
+    out = chunks.append_attention_chunks(*arguments).double()
+    for handle, state in zip(wanted, got, strict=True):
+        same(handle, state)
+    wide = [[t.double() if t.dtype == q.dtype else t for t in h.state] for h in wanted]
+    exact = ops.attention_chunks(q.double(), *wide, *rest)
+    assert ((out - exact).norm() / exact.norm()).item() <= TRITON_ATTENTION[torch.float16]
+
+
 def test_declined() -> None:
     x = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
     states = []
