@@ -60,8 +60,8 @@ def check_kernels(
     recipe: str, dtype: torch.dtype, head_dim: int, device: torch.device, wanted: str | None
 ) -> Iterator[Check]:
     """Compares ``pack``, ``append`` and ``unpack`` of a recipe on ``device`` bit for bit with the
-    CPU reference, and ``attention`` with float64. The provider ``wanted`` must serve every op;
-    None: any.
+    CPU reference, ``attention`` and ``append_attention`` with float64. The provider ``wanted`` must
+    serve every op; None: any.
 
     Raises:
         OptionError: if the recipe is not known.
@@ -88,6 +88,7 @@ class _Checker:
                 yield self.unpack(kind, length)
             yield self.append(kind)
         yield self.append_rotated()
+        yield self.step()
         for length in _LENGTHS:
             for queries, masked in ((1, False), (1, True), (2, False)):
                 name = f"T={length} n={queries}{' masked' if masked else ''}"
@@ -183,6 +184,31 @@ class _Checker:
         name = f"append rotated keys {self.label}"
         return self.check(name, choice, error, TOLERANCE[new.dtype])
 
+    def step(self) -> Check:
+        """Steps that append and attend in one; infinite if they store something else."""
+        handles = [self.handles(kind) for kind in ("keys", "values")]
+        plans = [str(expected.plan) for expected, _ in handles]
+        errors = []
+        for seed, n in enumerate(_STEPS):
+            new = [self.tokens(n, seed=10 + 2 * seed + i) for i in range(2)]
+            q = self.tokens(n, seed=30 + seed).repeat(1, _HEADS // _KV_HEADS, 1, 1)
+            for (expected, got), x in zip(handles, new, strict=True):
+                expected.reserve(n)
+                got.reserve(n)
+                torch.ops.kvpass.append(expected.state, x, str(expected.plan))
+            moved = [x.to(self.device) for x in (*new, q)]
+            states = [got.state for _, got in handles]
+            rest = (None, self.dim**-0.5, *plans, None, True)
+            arguments = (*moved[:2], None, None, None, None, moved[2], *states, *rest)
+            out, choice = self.compute("append_attention", *arguments)
+            wanted = [expected.state for expected, _ in handles]
+            exact = torch.ops.kvpass.attention(q.double(), *map(_wide, wanted), *rest)
+            handles = [(e.extended(n), g.extended(n)) for e, g in handles]
+            differ = any(_differences(g.state, e.state, e.plan) for e, g in handles)
+            errors.append(math.inf if differ else relative_error(out.cpu(), exact))
+        name = f"append_attention {self.label}"
+        return self.check(name, choice, max(errors), TOLERANCE[self.dtype])
+
     def attention(
         self, name: str, lengths: Sequence[int], queries: int = 1, masked: bool = False
     ) -> Check:
@@ -207,6 +233,11 @@ class _Checker:
         expected = dense_attention(q, decoded_rows(keys, values, *plans), scale, mask)
         error = relative_error(out, expected)
         return self.check(f"attention {self.label} {name}", choice, error, TOLERANCE[q.dtype])
+
+
+def _wide(state: Sequence[Tensor]) -> list[Tensor]:
+    """The state with exact tokens in double precision, for a query of such."""
+    return [t.double() if t.is_floating_point() and t.dim() == 4 else t for t in state]
 
 
 def _differences(got: Sequence[Tensor], expected: Sequence[Tensor], plan: TensorPlan) -> int:

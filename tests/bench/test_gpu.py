@@ -28,6 +28,7 @@ from lowering.triton.launch import Launch
 from lowering.triton.tuning import Tuned, Workload
 
 CPU = torch.device("cpu")
+OPS = ("pack", "append", "append_attention", "attention", "unpack")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -42,11 +43,11 @@ def checks(recipe="kivi-2bit", wanted=None, dtype=torch.float16):
 def test_reference_passes(recipe, dtype):
     found = checks(recipe, dtype=dtype)
     assert [c for c in found if not c.passed] == []
-    assert {c.name.split()[0] for c in found} == {"pack", "append", "attention", "unpack"}
+    assert {c.name.split()[0] for c in found} == set(OPS)
     assert 0 <= worst(found) <= 1
 
 
-@pytest.mark.parametrize("op", ["pack", "append", "attention", "unpack"])
+@pytest.mark.parametrize("op", OPS)
 def test_a_wrong_kernel_is_caught(op, monkeypatch):
     real = kernel_checks.provider
 
