@@ -58,10 +58,11 @@ class ModelCase:
         )
 
 
-# A decode step with both kinds of cache, static ones in CUDA graphs: what most depends on.
+# A decode step with both kinds of cache, and in CUDA graphs: what most depends on.
 FIRST = (
     ModelCase("kivi-4bit"),
     ModelCase("kivi-4bit", cache="static", mode="reduce-overhead"),
+    ModelCase("kivi-4bit", mode="reduce-overhead"),
 )
 # All else that a model may ask of the kernels: recipes as they are by default, their sinks among
 # it, other dtypes (fp32 takes four warps), sliding windows, soft caps and attention sinks.

@@ -134,7 +134,8 @@ def stored(packed: PackedKV) -> Tensor:
 
 def length(packed: PackedKV) -> Tensor:
     """How many tokens there are, int32 without dimensions, on the device."""
-    return cast(Tensor, torch.ops.kvpass.length.default(packed.segment_ends))
+    side_by_side = isinstance(packed.plan, ChunkedPlan)
+    return cast(Tensor, torch.ops.kvpass.length.default(packed.segment_ends, side_by_side))
 
 
 def permute_channels(x: Tensor, order: Tensor) -> Tensor:

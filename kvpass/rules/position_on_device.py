@@ -62,10 +62,10 @@ def _cache_of(size: Any, context: Context) -> Node | None:
     arguments: list[Node] = list(context.graph.find_nodes(op="placeholder"))
     for node in arguments:
         example = node.meta.get("example_value")
-        if not isinstance(example, PackedKV) or example.plan.op_suffix:
-            continue
         # What slides does not hold all that have come.
-        if example.plan.window_size is None and same_size(example.shape[2], number):
+        if not isinstance(example, PackedKV) or example.plan.window_size is not None:
+            continue
+        if same_size(example.shape[2], number):
             return node
     return None
 

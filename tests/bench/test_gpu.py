@@ -126,7 +126,7 @@ def test_the_model_part(monkeypatch):
     monkeypatch.setattr(gpu, "check_model", partial(check_model, inner="eager"))
     exact = model_checks.oracle_cache
     monkeypatch.setattr(model_checks, "oracle_cache", lambda plan, *_: exact(Plan(), *_))
-    text, (row,), right = gpu._model(CPU, ModelCase("kivi-2bit"))
+    text, (row,), right = gpu._model(CPU, ModelCase("kivi-2bit", mode="reduce-overhead"))
     assert not right
     assert row["error"] > 2 * row["allowed"]
     assert "no CUDA graph" not in text

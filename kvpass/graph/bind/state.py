@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from kvpass._torch import Size, inner_source, mark_static_input, symbol_node, symbol_positions
 from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelOrder
+from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.static import StaticUpdate
 from kvpass.graph.bind.binding import (
@@ -212,8 +213,10 @@ class _Binder:
 
     def _length(self, node: Node) -> None:
         packed = PackedCall.at(node).packed
-        ends = self.state[packed][self.plans[packed].layout.names.index("segment_ends")]
-        node.replace_all_uses_with(add_call(self.graph, ops.length.default, ends))
+        plan = self.plans[packed]
+        ends = self.state[packed][plan.layout.names.index("segment_ends")]
+        side_by_side = isinstance(plan, ChunkedPlan)
+        node.replace_all_uses_with(add_call(self.graph, ops.length.default, ends, side_by_side))
 
     def _tokens(self, node: Node) -> Size:
         return Size(node.meta["example_value"].shape[2], self.symbols)
