@@ -230,7 +230,7 @@ def test_the_kernels_part(monkeypatch):
     monkeypatch.setattr(gpu, "_FORMATS", ("fp", "kivi-2bit"))
     text, rows, right = gpu._kernels(CPU, torch.float16, 64)
     assert not right
-    assert "kivi-2bit: 0 of 38 right" in text
+    assert "kivi-2bit: 0 of 39 right" in text
     assert "of what is allowed; 0 kernels" in text
     assert "WRONG pack keys fp float16 D=64 T=1: served by" in text
     assert json.dumps(rows)
@@ -286,8 +286,8 @@ def test_a_graph_is_timed_per_call(monkeypatch):
 def test_parts_are_complete_and_in_order():
     names = [name.split()[0] for name, _ in gpu._parts(CPU)]
     assert tuple(dict.fromkeys(names)) == gpu.PARTS
-    # Subnormals, the two kinds of cache, two lengths with and without launches, decoding.
-    assert names[:8] == ["subnormals", *["model"] * 2, *["long"] * 4, "decode"]
+    # Subnormals, the two kinds of cache and CUDA graphs, two lengths with and without launches, decoding.
+    assert names[:9] == ["subnormals", *["model"] * 3, *["long"] * 4, "decode"]
     recipes = {case.recipe for case in VARIANTS}
     assert {"kivi-2bit", "skvq-k2v2", "kvquant-nuq3-1%", "kvmix"} <= recipes
     assert {case.dtype for case in VARIANTS} >= {torch.float32, torch.float16}
