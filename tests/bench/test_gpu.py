@@ -286,7 +286,7 @@ def test_a_graph_is_timed_per_call(monkeypatch):
 def test_parts_are_complete_and_in_order():
     names = [name.split()[0] for name, _ in gpu._parts(CPU)]
     assert tuple(dict.fromkeys(names)) == gpu.PARTS
-    # Subnormals, the two kinds of cache and CUDA graphs, two lengths with and without launches, decoding.
+    # Subnormals, both caches and CUDA graphs, two lengths with and without launches, decoding.
     assert names[:9] == ["subnormals", *["model"] * 3, *["long"] * 4, "decode"]
     recipes = {case.recipe for case in VARIANTS}
     assert {"kivi-2bit", "skvq-k2v2", "kvquant-nuq3-1%", "kvmix"} <= recipes
