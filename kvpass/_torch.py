@@ -217,7 +217,7 @@ def symbol_bounds(value: torch.SymInt) -> dict[sympy.Symbol, tuple[int | None, i
     """Smallest and largest value of each symbol in ``value`` that the graph's guards let through;
     None: unbounded."""
     found: dict[sympy.Symbol, tuple[int | None, int | None]] = {}
-    for symbol in value.node.expr.free_symbols:
+    for symbol in symbols_of(value):
         known = value.node.shape_env.var_to_range.get(symbol)
         ends = (None, None) if known is None else (known.lower, known.upper)
         low, high = (int(end) if isinstance(end, sympy.Integer) else None for end in ends)

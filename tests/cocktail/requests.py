@@ -50,6 +50,11 @@ def run_request(
         return run_steps(model, ids, lengths, mask, cache)
 
 
+def widened(state: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The state with tokens of this dtype in double precision."""
+    return [t.double() if t.dtype == dtype else t for t in state]
+
+
 def check_attention(
     kernels: Any,
     plans: tuple[str, str],
@@ -62,7 +67,7 @@ def check_attention(
     step of as many tokens as ``q`` has; without and with sinks and a soft cap."""
     _, heads, queries, dim = q.shape
     sinks = torch.randn(heads, generator=torch.Generator().manual_seed(2))
-    wide = [[t.double() if t.dtype == q.dtype else t for t in state] for state in states]
+    wide = [widened(state, q.dtype) for state in states]
     for variant in ((None, queries > 1, 0, 0.0), (sinks, queries > 1, 0, 20.0)):
         arguments = (mask, dim**-0.5, *plans, *variant)
         assert kernels.unsupported_attention(q, *states, *arguments) is None

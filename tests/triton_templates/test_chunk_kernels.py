@@ -13,7 +13,7 @@ from kvpass.cocktail.placement import ChunkFormat, place
 from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
 from lowering.triton import chunks
-from tests.cocktail.requests import any_bits, check_attention
+from tests.cocktail.requests import any_bits, check_attention, widened
 from tests.tolerances import TRITON_ATTENTION
 from tests.triton_templates.kernel_reference import (
     NAN_PARAMS,
@@ -151,7 +151,7 @@ def test_a_step_appends_attends_and_moves_the_ends() -> None:
     out = chunks.append_attention_chunks(*arguments).double()
     for handle, state in zip(wanted, got, strict=True):
         same(handle, state)
-    wide = [[t.double() if t.dtype == q.dtype else t for t in h.state] for h in wanted]
+    wide = [widened(handle.state, q.dtype) for handle in wanted]
     exact = ops.attention_chunks(q.double(), *wide, *rest)
     assert ((out - exact).norm() / exact.norm()).item() <= TRITON_ATTENTION[torch.float16]
 
