@@ -7,10 +7,7 @@ from kvpass.cli import main
 
 def failure(capsys, *arguments: str) -> str:
     """The text of ``kvpass`` on stderr before it exits with 2: one line, and nothing on stdout."""
-    try:
-        code = main(arguments)
-    except SystemExit as stop:
-        code = stop.code
+    code = main(arguments)
     said = capsys.readouterr()
     assert code == 2
     assert said.out == ""

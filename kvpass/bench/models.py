@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
-from kvpass.errors import OptionError, unknown
+from kvpass.errors import OptionError, check_whole, unknown
+from kvpass.written import written
 
 _POSITIONS = 1 << 20
 
@@ -80,19 +81,39 @@ class CacheShape:
     head_dim: int
 
 
-def preset(name: str, overrides: Mapping[str, int]) -> Shape:
+def written_config(text: str) -> Any:
+    """The transformers config that a command line names: a folder of a model, its
+    ``config.json``, or a preset, also with sizes: ``small,layers=2``.
+
+    Raises:
+        OptionError: if there is no such file or preset, or a size is not possible.
+    """
+    if Path(text).is_dir():
+        return load_config(str(Path(text) / "config.json"))
+    if text.endswith(".json"):
+        return load_config(text)
+    name, sizes = written(text, "Model", "small,layers=2")
+    return preset(name, sizes).config()
+
+
+def preset(name: str, sizes: Mapping[str, Any]) -> Shape:
     """The shape of that name, with some sizes replaced.
 
     Raises:
-        OptionError: if the name is not known, or a size is not possible.
+        OptionError: if the name or a size is not known, or a size is not possible.
     """
     if name not in PRESETS:
-        raise OptionError(unknown("preset", name, PRESETS))
+        raise OptionError(unknown("preset or model folder", name, PRESETS))
+    known = [field.name for field in fields(Shape)]
+    for size, value in sizes.items():
+        if size not in known:
+            raise OptionError(unknown("size of a preset:", size, known))
+        check_whole(size, value, 1)
     shape = PRESETS[name]
-    if "head_dim" not in overrides and {"hidden", "heads"} & set(overrides):
+    if "head_dim" not in sizes and {"hidden", "heads"} & set(sizes):
         # The preset's own head dimension belongs to its own sizes.
         shape = replace(shape, head_dim=None)
-    return replace(shape, **overrides)
+    return replace(shape, **sizes)
 
 
 def load_config(path: str) -> Any:

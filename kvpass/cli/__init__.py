@@ -1,44 +1,58 @@
-"""The command line, ``kvpass`` or ``python -m kvpass``. One function adds each command."""
+"""The command line, ``kvpass`` or ``python -m kvpass``: a file for each command."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from kvpass.cli.bench import add_bench
-from kvpass.cli.calibrate import add_calibrate, add_profile
-from kvpass.cli.kernels import add_kernels
-from kvpass.cli.zoo import add_zoo
+import click
+
+from kvpass.cli.bench import bench
+from kvpass.cli.calibrate import calibrate, profile
+from kvpass.cli.kernels import kernels
+from kvpass.cli.zoo import zoo
 
 _USER_ERROR = 2
+_INTERRUPTED = 130
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(_USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help.\n")
+@click.group(
+    no_args_is_help=False, context_settings={"show_default": True, "max_content_width": 100}
+)
+@click.option("--debug", is_flag=True, help="Show where an error comes from.")
+@click.pass_context
+def command_line(context: click.Context, debug: bool) -> None:
+    """KV caches of Hugging Face models in 2 to 4 bits."""
+    context.obj["debug"] = debug
+
+
+for command in (bench, calibrate, kernels, profile, zoo):
+    command_line.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; ``arguments`` None are those of ``sys.argv``.
 
     Returns:
-        The exit code: 0, 1 if a result is wrong, or 2 after an error of the user, which stderr
-        names in one sentence.
+        The exit code: 0, 1 if a result is wrong, 2 after an error of the user, which stderr names
+        in one sentence, or 130 if it was interrupted.
     """
-    parser = _Parser(prog="kvpass", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_bench, add_calibrate, add_kernels, add_profile, add_zoo):
-        add(commands)
-    options = parser.parse_args(arguments)
-
-    # Here, since importing this file must not import torch.
-    from kvpass.errors import KvpassError
-
+    shared = {"debug": False}
     try:
-        code: int = options.run(options)
-    except KvpassError as error:
+        code = command_line.main(arguments, prog_name="kvpass", obj=shared, standalone_mode=False)
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else "kvpass"
+        message = " ".join(error.format_message().split()).rstrip(".")
+        print(f"{path}: {message}; see {path} --help.", file=sys.stderr)
+        return _USER_ERROR
+    except click.Abort:
+        return _INTERRUPTED
+    except Exception as error:
+        # Here, since importing this file must not import torch.
+        from kvpass.errors import KvpassError
+
+        if shared["debug"] or not isinstance(error, KvpassError):
+            raise
         print(f"kvpass: {error}", file=sys.stderr)
         return _USER_ERROR
-    return code
+    return code or 0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from kvpass.errors import OptionError, check, shown, unknown
+from kvpass.errors import OptionError, check, unknown
 from kvpass.recipes.auto import Auto as Auto
 from kvpass.recipes.base import Recipe as Recipe
 from kvpass.recipes.cocktail import Cocktail as Cocktail
@@ -18,6 +17,7 @@ from kvpass.recipes.kivi import Kivi as Kivi
 from kvpass.recipes.kvmix import Kvmix as Kvmix
 from kvpass.recipes.kvquant import Kvquant as Kvquant
 from kvpass.recipes.skvq import Skvq as Skvq
+from kvpass.written import written
 
 DEFAULT = "kivi-4bit"
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -49,27 +49,8 @@ def recipe(name: str = DEFAULT, **overrides: Any) -> Recipe:
 
 def written_recipe(text: str) -> Recipe:
     """`recipe` of a command line: ``kivi-2bit``, or with fields ``kivi-2bit,group=128``."""
-    name, *assigned = text.split(",")
-    overrides: dict[str, Any] = {}
-    for item in assigned:
-        field, equals, value = item.partition("=")
-        if not equals:
-            raise OptionError(
-                f"Recipe {shown(text)} cannot be read; allowed: e.g. 'kivi-2bit,group=64'."
-            )
-        overrides[field] = _value(value)
+    name, overrides = written(text, "Recipe", "kivi-2bit,group=64")
     return recipe(name, **overrides)
-
-
-def _value(text: str) -> Any:
-    """A whole number, another number, true, false, none, or the text itself."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        with suppress(ValueError):
-            return number(text)
-    return text
 
 
 def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:

@@ -1,4 +1,4 @@
-"""`kvpass bench memory`: the arithmetic is what caches really hold."""
+"""The arithmetic is what caches really hold."""
 
 from __future__ import annotations
 

@@ -124,17 +124,13 @@ def test_ranks_of_disjoint_sets_are_compared() -> None:
 @pytest.mark.parametrize(("arguments", "match"), [
     (["nowhere", __file__], "'nowhere' is not a model folder"),
     ([str(SMALL_MODEL), "nowhere.txt"], "Text file 'nowhere.txt' does not exist"),
-    ([str(SMALL_MODEL), __file__, "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    ([str(SMALL_MODEL), __file__, "--dtype", "int8"], "'--dtype': 'int8' is not one of"),
     ([str(SMALL_MODEL), __file__, "--samples", "0"], "samples=0 is not supported"),
     ([str(SMALL_MODEL), __file__, "--plot", "nowhere/x.svg"], "its folder does not exist"),
 ])  # fmt: skip
 def test_bad_arguments_of_the_command(
     arguments: list[str], match: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code = main(["profile", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
+    assert main(["profile", *arguments]) == 2
     # Behind what loading a model prints.
     assert match in capsys.readouterr().err
