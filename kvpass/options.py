@@ -8,7 +8,8 @@ from typing import Any, Literal, cast
 
 from kvpass.errors import OptionError, check, check_flag, shown, unknown
 from kvpass.plan import Plan
-from kvpass.recipes import DEFAULT, RECIPES, Recipe, overridden, recipe
+from kvpass.recipes import DEFAULT, RECIPES, Recipe, overridden, recipe, written_recipe
+from kvpass.recipes.base import calibration_needed
 
 INNER = ("inductor", "eager")
 # Options that are no field of a recipe.
@@ -47,6 +48,21 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     if not isinstance(inner, str) or inner not in INNER:
         raise OptionError(unknown("inner compiler", inner, INNER))
     return Options(_planner(chosen, rest), strict, cast(Any, inner), mode)
+
+
+def written_planner(text: str) -> Recipe | Plan:
+    """What a command line gives as a recipe: ``kivi-2bit,group=64``, or the path of a plan.
+
+    Raises:
+        OptionError: if a name, a field or a value is not allowed.
+        PlanError: if the plan's file cannot be read, or the recipe needs one.
+    """
+    if text.endswith(".safetensors"):
+        return Plan.load(text)
+    found = written_recipe(text)
+    if found.calibrated:
+        raise calibration_needed(found.name)
+    return found
 
 
 def compile_config(**options: Any) -> Any:

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from kvpass.cli.bench import bench
-from kvpass.cli.calibrate import calibrate, profile
-from kvpass.cli.kernels import kernels
-from kvpass.cli.zoo import zoo
+from kvpass.cli import bench, calibrate, estimate, explain, kernels, run, zoo
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
@@ -26,7 +23,16 @@ def command_line(context: click.Context, debug: bool) -> None:
     context.obj["debug"] = debug
 
 
-for command in (bench, calibrate, kernels, profile, zoo):
+for command in (
+    bench.bench,
+    calibrate.calibrate,
+    estimate.estimate,
+    explain.explain,
+    kernels.kernels,
+    calibrate.profile,
+    run.run,
+    zoo.zoo,
+):
     command_line.add_command(command)
 
 

@@ -36,6 +36,22 @@ def load_model(path: str, dtype: str, device: str) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
+def load_or_make_model(text: str, dtype: str, device: str) -> Any:
+    """`load_model`; or a model with random weights, of a ``config.json`` or a preset.
+
+    Raises:
+        OptionError: if there is none of them.
+    """
+    import torch
+
+    from kvpass.bench.device import pick_device
+    from kvpass.bench.models import PRESETS, random_model, written_config
+
+    if not text.endswith(".json") and text.split(",")[0] not in PRESETS:
+        return load_model(text, dtype, device)[0]
+    return random_model(written_config(text), getattr(torch, dtype), pick_device(device))
+
+
 def check_texts(paths: Sequence[str]) -> None:
     """Looks for the text files, which is quick, before a model is loaded.
 

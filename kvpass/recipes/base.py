@@ -91,7 +91,7 @@ def calibration_needed(recipe: str, otherwise: str = "") -> PlanError:
     """The error for a recipe whose plans are made from texts."""
     return PlanError(
         f"Recipe '{recipe}' is calibrated: use the plan that kvpass.calibrate(model, '{recipe}', "
-        f"texts) makes{otherwise}."
+        f"texts), or kvpass calibrate, makes{otherwise}."
     )
 
 
