@@ -47,7 +47,8 @@ class CachedTensor:
             sizes = plan.chunk_sizes(x.shape, [plan.capacity(count) for count in ends])
         else:
             sizes = plan.sizes(x.shape, plan.packed(kept))
-            sizes |= {"rows": 1, "cos_sin": plan.capacity(kept)}
+            # Each sequence has positions of its own where `generate` counts them.
+            sizes |= {"rows": batch, "cos_sin": plan.capacity(kept)}
         state = {field.name: field.empty(x, sizes) for field in plan.layout.own}
         # Real numbers: bits are counted by them.
         state["segment_ends"] = torch.tensor(ends, dtype=torch.int32).expand(batch, -1)
