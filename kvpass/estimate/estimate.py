@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvpass.bench.plans import EXACT, FEWEST
 from kvpass.errors import PlanError, check, check_choice, check_whole, is_number
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.devices import Device
@@ -161,12 +162,14 @@ def _estimate(
 def _notes(cache: ModelCache) -> tuple[str, ...]:
     found = []
     if cache.chunked:
+        between = 1 - FEWEST - EXACT
         found.append(
-            "88% of the chunks in the fewest bits, 8.5% in the others, 3.5% and what is left exact"
+            f"{FEWEST:.0%} of the chunks in the fewest bits, {EXACT:.1%} and what is left over "
+            f"exact, {between:.1%} in what is between"
         )
     if len(cache.bits) > 1:
         kinds = ", ".join(f"{n} in {bits:g} bits" for bits, n in sorted(cache.bits.items()))
-        found.append(f"of the keys and values of all layers {kinds}")
+        found.append(f"of the keys and values of all layers, {kinds}")
     return tuple(found)
 
 
