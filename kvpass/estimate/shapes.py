@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -89,9 +90,12 @@ def model_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     try:
         model = _on_meta(config, dtype)
         cache = DynamicCache(config=model.config)
+        # Purely recurrent models have another name for it.
+        known = signature(model.forward).parameters
+        name = "cache_params" if "cache_params" in known else "past_key_values"
         ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
         with torch.no_grad(), torch.device("meta"):
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, use_cache=True, **{name: cache})
     except Exception as error:
         reason = cut(f"{type(error).__name__}: {error}").rstrip(".")
         raise OptionError(
@@ -105,6 +109,8 @@ def model_shape(config: Any, dtype: torch.dtype) -> ModelShape:
         states += sum(t.nbytes for t in _states(layer))
         if isinstance(getattr(layer, "keys", None), Tensor):
             layers[number] = _layer_shape(layer, text)
+    if not layers and not states:
+        raise OptionError(f"A {family} model fills no cache of transformers.")
     matrices, experts, share = _weights(model, text)
     return ModelShape(
         layers=layers,
