@@ -63,6 +63,7 @@ class Estimate:
     Attributes:
         name: "plain", "fp8" (every element in 8 bits, scales not counted), a recipe, or the file of
             a plan.
+        weights: bytes of the model's weights.
         held: bytes of the cache right after the prompt.
         bits: that store one element.
         read: bytes that a decode step reads, of weights and cache.
@@ -78,6 +79,7 @@ class Estimate:
     """
 
     name: str
+    weights: int = 0
     held: int = 0
     bits: float = 0.0
     read: float = 0.0
@@ -145,6 +147,7 @@ def _estimate(
     budget = device.memory - shape.weights
     return Estimate(
         name,
+        weights=shape.weights,
         held=cache.nbytes(batch, context),
         bits=bits,
         read=read,

@@ -31,6 +31,7 @@ def estimate_section(setting: Setting, estimates: Sequence[Estimate]) -> Section
     notes = [
         f"{device.name}: {device.memory / 1e9:g} GB, {device.bandwidth / 1e9:g} GB/s{throughput} "
         f"({device.source}), of which a step reaches {setting.efficiency:.0%}.",
+        f"Weights: {number(estimates[0].weights / 1e9)} GB beside the cache.",
         _ROOM,
         *(f"{e.name}: {note}." for e in estimates for note in e.notes),
     ]

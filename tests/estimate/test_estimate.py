@@ -103,6 +103,7 @@ def test_table_and_rows():
     assert "Predicted: llama in bfloat16 on small, batch 1, 1,000 tokens" in table
     assert "small: 0.0167772 GB, 1 GB/s and 1 TFLOP/s (given by hand)" in table
     assert "of which a step reaches 80%" in table
+    assert "Weights: 0.000" in table
     assert "not possible: The values of layer '0' cannot be stored as int2.token48" in table
     assert "cocktail: 88% of the chunks in the fewest bits" in table
     rows = json.loads(json.dumps(estimate_json(setting(), found)))
