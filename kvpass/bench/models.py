@@ -69,7 +69,13 @@ class Shape:
         )
 
 
-PRESETS = {"small": Shape(), "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256)}
+PRESETS = {
+    "small": Shape(),
+    "llama-2-7b": Shape(32, 4096, 11008, 32, 32, 128, 32000),
+    "llama-2-13b": Shape(40, 5120, 13824, 40, 40, 128, 32000),
+    "llama-3.1-8b": Shape(32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3.1-70b": Shape(80, 8192, 28672, 64, 8, 128, 128256),
+}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ _TOKENS = 1024
 _THETA = 10000.0
 # The shares of Cocktail's chunks in the fewest bits, and exact, as its search finds them in the
 # documents of examples/cocktail.py; other numbers of bits share the rest.
-_FEWEST, _EXACT = 0.88, 0.035
+FEWEST, EXACT = 0.88, 0.035
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,22 @@ def packed_states(
     return k, torch.ops.kvpass.pack(values, str(plan.values))
 
 
+def segment_tokens(plan: ChunkedPlan, tokens: int) -> list[int]:
+    """The tokens of a prompt in each segment: of its chunks most in the fewest bits, few exact.
+    What does not come to a whole chunk is exact."""
+    between = len(plan.chunk_codecs) - 1
+    shares = [FEWEST, *[(1 - FEWEST - EXACT) / max(between, 1)] * between]
+    packed = [int(share * (tokens // plan.chunk)) * plan.chunk for share in shares]
+    return [*packed, tokens - sum(packed)]
+
+
 def random_bits(plan: ChunkedPlan, batch: int, tokens: int) -> ChunkBits:
-    """Bits of all chunks of so many tokens: most in the fewest, few exact. The same at every
-    call."""
-    count, between = tokens // plan.chunk, len(plan.chunk_codecs) - 1
-    shares = [_FEWEST, *[(1 - _FEWEST - _EXACT) / max(between, 1)] * between, _EXACT]
+    """Bits of all chunks of so many tokens, in a random order which is the same at every call; how
+    many have which: see `segment_tokens`."""
     random = Random(0)
-    bits = tuple(tuple(random.choices(plan.chunk_bits, shares, k=count)) for _ in range(batch))
+    counts = [count // plan.chunk for count in segment_tokens(plan, tokens)]
+    chunks = [bits for bits, n in zip(plan.chunk_bits, counts, strict=True) for _ in range(n)]
+    bits = tuple(tuple(random.sample(chunks, len(chunks))) for _ in range(batch))
     return ChunkBits(bits, (0,) * batch, plan.chunk)
 
 

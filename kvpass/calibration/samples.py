@@ -22,6 +22,8 @@ Name = tuple[str, Stored]
 Numbers = dict[Name, list[float]]
 # How many last keys, and values, stay exact.
 Exact = tuple[int, int]
+# KV heads, channels of a head of keys, and of values.
+Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ class AttentionSample:
     before_rope: Tensor | str
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """KV heads, channels of a head of keys, and of values."""
+    def shape(self) -> Shape:
+        """The sizes of what is stored."""
         return self.keys.shape[1], self.keys.shape[3], self.values.shape[3]
 
     def stored(self, kind: Stored, before_rope: bool) -> Tensor:
@@ -189,9 +191,9 @@ class CalibrationRunner(Protocol):
         """Nats per token, with keys or values replaced."""
 
 
-def layer_shapes(run: CalibrationRunner) -> dict[str, tuple[int, int, int]]:
-    """KV heads, channels of a head of keys and channels of a head of values of every layer."""
-    found: dict[str, tuple[int, int, int]] = {}
+def layer_shapes(run: CalibrationRunner) -> dict[str, Shape]:
+    """The shape of every layer."""
+    found: dict[str, Shape] = {}
 
     def observe(sample: AttentionSample) -> None:
         found[sample.layer] = sample.shape

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, ClassVar
 
-from kvpass.calibration.samples import CalibrationRunner, layer_shapes
+from kvpass.calibration.samples import STORED, CalibrationRunner, Shape, Stored, layer_shapes
 from kvpass.errors import PlanError, check, is_number
-from kvpass.plan import Plan
+from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe, Recipe
 from kvpass.recipes.kivi import Kivi
 from kvpass.recipes.kvquant import Kvquant
@@ -59,6 +60,31 @@ class Auto(CalibratedRecipe):
             raise PlanError("No recipe fits this model.")
         plan = allocate(score_run(run, candidates, "sensitivity"), budget_bits=self.budget).plan
         return replace(plan, recipe=self.name)
+
+    def sized(self, shapes: Mapping[str, Shape]) -> Plan:
+        """See `Recipe.sized`: SKVQ's formats in 2, 3 and 4 bits, whose mean comes as near to the
+        budget as it can without exceeding it, the first layers in the most bits."""
+        dim = min(min(dims) for _, *dims in shapes.values())
+        ways = [r.sized(shapes).layers for r in self.candidates(dim) if isinstance(r, Skvq)]
+
+        def bits(layer: LayerPlan, path: str, kind: Stored) -> float:
+            heads, *dims = shapes[path]
+            channels = dims[STORED.index(kind)]
+            codec = layer.stored(kind)[0].codec
+            return heads * channels * codec.bits_per_element(channels, heads)
+
+        tensors = list(product(shapes, STORED))
+        layers = dict(ways[0])
+        left = self.budget * sum(heads * sum(dims) for heads, *dims in shapes.values())
+        left -= sum(bits(layers[path], path, kind) for path, kind in tensors)
+        if left < 0:
+            raise PlanError(f"budget={self.budget} cannot be kept: 2 bits with scales exceed it.")
+        for way, (path, kind) in product(ways[1:], tensors):
+            more = bits(way[path], path, kind) - bits(layers[path], path, kind)
+            if more <= left:
+                layers[path] = replace(layers[path], **{kind: getattr(way[path], kind)})
+                left -= more
+        return Plan(layers=layers, recipe=self.name)
 
     def candidates(self, dim: int) -> Sequence[Recipe]:
         """The recipes to choose from, for heads of at least ``dim`` channels."""

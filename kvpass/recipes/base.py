@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from kvpass.calibration.samples import CalibrationRunner
+from kvpass.calibration.samples import CalibrationRunner, Shape
 from kvpass.errors import PlanError
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
@@ -56,6 +57,16 @@ class Recipe(ABC):
         tensors that no known attention reads. ``run`` shows all texts as often as wanted; ``seed``
         is for whatever is drawn."""
         raise NotImplementedError
+
+    def sized(self, shapes: Mapping[str, Shape]) -> Plan:
+        """The plan of layers of these shapes; of a calibrated recipe, one whose caches hold as many
+        bytes as those of what `fit` makes. It needs no text, and is good for sizes only.
+
+        Raises:
+            PlanError: if the options do not fit these heads.
+        """
+        layers = {path: self.layer_plan(path, *dims) for path, (_, *dims) in shapes.items()}
+        return Plan(layers=layers, recipe=self.name)
 
     def warning(self, query_heads: int, kv_heads: int) -> str | None:
         """Why this recipe may lose accuracy on a layer with these heads, or None."""

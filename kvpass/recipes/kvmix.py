@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 from kvpass.calibration.importance import means
-from kvpass.calibration.samples import STORED, CalibrationRunner, layer_shapes
+from kvpass.calibration.samples import STORED, CalibrationRunner, Name, Shape, layer_shapes
 from kvpass.errors import check, check_choice, is_number
 from kvpass.format.codec import Codec
 from kvpass.format.retention import RetentionPolicy
@@ -87,8 +89,14 @@ class Kvmix(CalibratedRecipe):
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """More bits for the top ``share`` of the layers, rounded down, by keys and by values."""
-        shapes = layer_shapes(run)
         importance = means(run.importance("importance"))
+        return self._mixed(layer_shapes(run), importance)
+
+    def sized(self, shapes: Mapping[str, Shape]) -> Plan:
+        """See `Recipe.sized`: as if the first layers were the important ones."""
+        return self._mixed(shapes, dict.fromkeys(product(shapes, STORED), 1.0))
+
+    def _mixed(self, shapes: Mapping[str, Shape], importance: Mapping[Name, float]) -> Plan:
         # The product may lie just below a whole number.
         count = math.floor(self.share * len(shapes) + 1e-9)
         best = {

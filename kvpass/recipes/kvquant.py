@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from kvpass.calibration.codebook import CodebookSamples
-from kvpass.calibration.samples import STORED, AttentionSample, CalibrationRunner, GradientSample
+from kvpass.calibration.samples import (
+    STORED,
+    AttentionSample,
+    CalibrationRunner,
+    GradientSample,
+    Shape,
+)
 from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import OptionError, check, check_choice, check_flag, is_number, shown
 from kvpass.format.channels import ChannelRanges
@@ -80,7 +88,7 @@ class Kvquant(CalibratedRecipe):
     def _ranged(self, run: CalibrationRunner) -> dict[str, LayerPlan]:
         """Plans with evenly spaced codes, and calibrated ranges of keys."""
         thresholds: dict[str, Thresholds] = {}
-        shapes: dict[str, tuple[int, int, int]] = {}
+        shapes: dict[str, Shape] = {}
 
         def observe(sample: AttentionSample) -> None:
             if sample.layer not in thresholds:
@@ -90,14 +98,29 @@ class Kvquant(CalibratedRecipe):
             thresholds[sample.layer].add(sample.stored("keys", self.before_rope))
 
         run(observe, "ranges of keys")
-        plans = {}
-        for layer, (heads, key_dim, value_dim) in shapes.items():
-            keys = self._tensor("channel", 0, heads * key_dim)
-            values = self._tensor("token", heads * value_dim, heads * value_dim)
-            ranges = ChannelRanges.of(static_qparams(keys.codec, *thresholds[layer].bounds()))
-            plans[layer] = LayerPlan(keys, values, None, None, self.before_rope, ranges)
-            plans[layer].check(layer, key_dim, value_dim, heads)
-        return plans
+        return {
+            layer: self._layer(layer, shape, *thresholds[layer].bounds())
+            for layer, shape in shapes.items()
+        }
+
+    def sized(self, shapes: Mapping[str, Shape]) -> Plan:
+        """See `Recipe.sized`: ranges of zeros take as much room as calibrated ones."""
+        layers = {}
+        for path, shape in shapes.items():
+            none = torch.zeros(shape[0], shape[1])
+            layers[path] = self._layer(path, shape, none, none)
+        return Plan(layers=layers, recipe=self.name)
+
+    def _layer(self, path: str, shape: Shape, low: Tensor, high: Tensor) -> LayerPlan:
+        """A layer's plan with evenly spaced codes; ``low`` and ``high`` ``[H, D]`` are the ranges
+        of its keys."""
+        heads, key_dim, value_dim = shape
+        keys = self._tensor("channel", 0, heads * key_dim)
+        values = self._tensor("token", heads * value_dim, heads * value_dim)
+        ranges = ChannelRanges.of(static_qparams(keys.codec, low, high))
+        plan = LayerPlan(keys, values, None, None, self.before_rope, ranges)
+        plan.check(path, key_dim, value_dim, heads)
+        return plan
 
     def _tensor(self, axis: Axis, group: int, elements: int) -> TensorPlan:
         """A plan with a codebook of evenly spaced values, which `fit` moves; none if ``uniform``.

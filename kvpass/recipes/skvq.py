@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -10,7 +11,14 @@ import torch
 
 from kvpass.calibration.channels import cluster
 from kvpass.calibration.clipping import ClipSearch
-from kvpass.calibration.samples import STORED, AttentionSample, CalibrationRunner, Name, Stored
+from kvpass.calibration.samples import (
+    STORED,
+    AttentionSample,
+    CalibrationRunner,
+    Name,
+    Shape,
+    Stored,
+)
 from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import check, check_choice, check_flag, is_number
 from kvpass.format.channels import ChannelOrder
@@ -98,6 +106,11 @@ class Skvq(Recipe):
         if self.calibrated:
             raise calibration_needed(self.name, ", or set clip=False and reorder=False")
         return self.start(path, key_dim, value_dim)
+
+    def sized(self, shapes: Mapping[str, Shape]) -> Plan:
+        """See `Recipe.sized`: orders and factors of clipping take no room."""
+        layers = {path: self.start(path, *dims, heads) for path, (heads, *dims) in shapes.items()}
+        return Plan(layers=layers, recipe=self.name)
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """Orders from the ranges of channels, then factors of clipping from attention outputs."""
