@@ -11,6 +11,7 @@ import pytest
 
 from kvpass import Plan
 from kvpass.cli import main
+from kvpass.errors import OptionError
 from lowering.triton import inspection
 from tests.command import failure
 
@@ -173,3 +174,67 @@ def test_errors_of_calibrate(capsys, tmp_path):
     for file, reason in ((text, "is no text in UTF-8"), (broken, "a line is list, not an object")):
         assert main(["calibrate", MODEL, str(file), *out]) == 2
         assert reason in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_estimate(capsys, tmp_path):
+    out = tmp_path / "found.json"
+    assert main(["estimate", MODEL, "--recipes", "kivi-2bit,group=64,fp", "--context", "4096",
+                 "--json", str(out)]) == 0  # fmt: skip
+    title, header, *rows = capsys.readouterr().out.splitlines()
+    assert title == "Predicted: llama in bfloat16 on h100, batch 1, 4,096 tokens"
+    assert header.startswith("cache")
+    assert [r.split()[0] for r in rows[:4]] == ["plain", "fp8", "kivi-2bit,group=64", "fp"]
+    content = json.loads(out.read_text())
+    assert content["arguments"]["recipes"] == ["kivi-2bit,group=64", "fp"]
+    plain, _, kivi, _ = content["results"]
+    # Keys and values of 4 layers, 2 heads of 64 channels.
+    assert plain["held"] == 4096 * 2 * 4 * 2 * 64 * 2
+    assert kivi["held"] < plain["held"] / 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("llama-3.1-8b --device h1000", "Unknown device 'h1000'. Did you mean 'h100'"),
+        ("llama-3.1-8b --memory 16GiB", "Another device needs both --memory and --bandwidth."),
+        ("llama-3.1-8b --memory much --bandwidth 1", "Size 'much' cannot be read; allowed: e.g."),
+        ("llama-3.1-8b --recipes kivi", "Unknown recipe 'kivi'. Did you mean"),
+        ("llama --context 0", "context=0 is not supported"),
+        ("llama", "Unknown preset or model folder 'llama'."),
+    ],
+)
+def test_mistakes_of_estimate(arguments, sentence, capsys):
+    assert failure(capsys, "estimate", *arguments.split()).startswith(f"kvpass: {sentence}")
+
+
+TINY = "small,layers=2,hidden=64,intermediate=64,heads=2,kv_heads=1,vocab=100"
+
+
+def test_explain(capsys, tmp_path):
+    page, out, folder = tmp_path / "page.html", tmp_path / "found.json", tmp_path / "graphs"
+    outputs = ["--html", str(page), "--json", str(out), "--folder", str(folder)]
+    assert main(["explain", TINY, "--recipe", "kivi-2bit", "--tokens", "300", *outputs]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("kvpass: 2 graph(s) of LlamaForCausalLM")
+    assert "cache now: 4 tensors of 302 tokens" in said
+    assert page.read_text().startswith("<!doctype html>")
+    assert (folder / "explain.txt").read_text() in said
+    rows = json.loads(out.read_text())["results"]
+    assert [row["kind"] for row in rows] == ["prefill", "decode"]
+    assert {"rule", "path", "detail", "fired"} <= set(rows[0]["events"][0])
+
+
+def test_debug_shows_where_an_error_comes_from(capsys):
+    assert main(["explain", "nowhere"]) == 2
+    with pytest.raises(OptionError, match="'nowhere' is not a model folder"):
+        main(["--debug", "explain", "nowhere"])
+    assert capsys.readouterr().err.startswith("kvpass: 'nowhere' is not a model folder")
+
+
+def test_a_model_without_a_cache(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1})
+    )
+    assert "keeps no keys and values" in failure(capsys, "explain", str(config))
+    assert "keeps no keys and values" in failure(capsys, "estimate", str(config))

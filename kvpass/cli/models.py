@@ -46,10 +46,14 @@ def load_or_make_model(text: str, dtype: str, device: str) -> Any:
 
     from kvpass.bench.device import pick_device
     from kvpass.bench.models import PRESETS, random_model, written_config
+    from kvpass.estimate.shapes import model_shape
 
     if not text.endswith(".json") and text.split(",")[0] not in PRESETS:
         return load_model(text, dtype, device)[0]
-    return random_model(written_config(text), getattr(torch, dtype), pick_device(device))
+    config, precision = written_config(text), getattr(torch, dtype)
+    # Before any weight is made: whether it keeps keys and values.
+    model_shape(config, precision)
+    return random_model(config, precision, pick_device(device))
 
 
 def check_texts(paths: Sequence[str]) -> None:

@@ -84,7 +84,8 @@ def model_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     """The shape of a model whose weights have ``dtype``: it runs on the meta device.
 
     Raises:
-        OptionError: if it cannot run there, or caches something that is not understood.
+        OptionError: if it cannot run there, caches something that is not understood, or no keys
+            and values at all.
     """
     family = config.model_type
     try:
@@ -111,6 +112,8 @@ def model_shape(config: Any, dtype: torch.dtype) -> ModelShape:
             layers[number] = _layer_shape(layer, text)
     if not layers and not states:
         raise OptionError(f"A {family} model fills no cache of transformers.")
+    if not layers:
+        raise OptionError(f"A {family} model keeps no keys and values: there is nothing to pack.")
     matrices, experts, share = _weights(model, text)
     return ModelShape(
         layers=layers,
