@@ -85,6 +85,11 @@ class CacheShape:
     kv_heads: int
     head_dim: int
 
+    def plain_bytes(self, batch: int, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of all of it where it is not packed."""
+        elements = batch * self.kv_heads * tokens * self.head_dim
+        return self.layers * 2 * elements * dtype.itemsize
+
 
 def preset(name: str, overrides: Mapping[str, int]) -> Shape:
     """The shape of that name, with some sizes replaced.
