@@ -16,7 +16,6 @@ from kvpass.bench.decoders import (
 )
 from kvpass.bench.device import dtype_name, require_memory
 from kvpass.bench.filling import Setting
-from kvpass.bench.memory import cache_bytes
 from kvpass.bench.models import model_bytes, random_model
 from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
@@ -53,7 +52,7 @@ def bench_decode(
     shape = setting.shape
     for name in recipes:
         check_recipe(name, shape.head_dim)
-    plain = cache_bytes(None, shape, setting.batch, setting.context, setting.dtype)
+    plain = shape.plain_bytes(setting.batch, setting.context, setting.dtype)
     what = f"Decoding at {setting.context} tokens with batch {setting.batch}"
     weights = model_bytes(setting.config, setting.dtype)
     require_memory(weights + _PLAIN_CACHES * plain, setting.device, what)

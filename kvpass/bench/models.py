@@ -86,6 +86,11 @@ class CacheShape:
     kv_heads: int
     head_dim: int
 
+    def plain_bytes(self, batch: int, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of all of it where it is not packed."""
+        elements = batch * self.kv_heads * tokens * self.head_dim
+        return self.layers * 2 * elements * dtype.itemsize
+
 
 def written_config(text: str) -> Any:
     """The transformers config that a command line names: a folder of a model, its

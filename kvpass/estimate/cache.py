@@ -160,8 +160,8 @@ def _layer_plan(plan: Plan, number: int, layer: LayerShape) -> LayerPlan:
     if plan.calibration is not None and found is plan.default:
         raise PlanError(f"The plan is calibrated for another model: it has no layer {path}.")
     if layer.latents:
-        dims = layer.key_dim, layer.value_dim
-        found = LayerPlan(*(found.unknown(path, dim) for dim in dims))
+        keys, values = (found.unknown(path, dim) for dim in (layer.key_dim, layer.value_dim))
+        found = LayerPlan(keys, values)
     found.check(path, layer.key_dim, layer.value_dim, layer.heads)
     if found.before_rope and layer.rope:
         found = replace(found, keys=replace(found.keys, rope=Rope("halves", 0, layer.rope)))

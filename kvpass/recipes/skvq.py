@@ -109,7 +109,7 @@ class Skvq(Recipe):
 
     def sized(self, shapes: Mapping[str, Shape]) -> Plan:
         """See `Recipe.sized`: orders and factors of clipping take no room."""
-        layers = {path: self.start(path, *dims, heads) for path, (heads, *dims) in shapes.items()}
+        layers = {path: self.start(path, k, v, heads) for path, (heads, k, v) in shapes.items()}
         return Plan(layers=layers, recipe=self.name)
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
