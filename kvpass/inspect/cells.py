@@ -60,6 +60,15 @@ class Cell:
         return "/".join(own if codec.identity else f"{codec.bits:g}" for codec in codecs)
 
     @property
+    def why_plain(self) -> str:
+        """Why a tensor with a plan is not packed."""
+        assert self.plan is not None
+        if self.plan.window_size is not None:
+            window = self.plan.window_size
+            return f"{self.bits} bit: the exact window would hold all {window} tokens that slide"
+        return f"{self.bits} bit, as the recipe says"
+
+    @property
     def codec(self) -> str:
         """The codec in few words: of lists with a number for each group, the extremes."""
         return "" if self.plan is None else self.plan.summary().split("/")[0]

@@ -122,7 +122,7 @@ def chart(points: Sequence[Point]) -> Chart:
         packed=" ".join(f"{x(p.tokens)},{y(p.packed)}" for p in points),
         x_ticks=tuple((x(n), f"{n:,}") for n in (longest * i // 4 for i in range(5))),
         y_ticks=tuple(
-            (y(i * step * unit[0]), f"{i * step:g} {unit[1]}")
+            (y(i * step * unit[0]), f"{i * step:g} {unit[1]}" if i else "0")
             for i in range(int(highest / unit[0] / step + 0.5) + 1)
         ),
     )

@@ -49,7 +49,7 @@ addEventListener("hashchange", open);
 open();
 
 // A rule under the pointer lights up its lines.
-for (const rule of document.querySelectorAll(".what [data-rule]")) {
+for (const rule of document.querySelectorAll(".by-rule")) {
   const lines = [...rule.closest(".site").querySelectorAll("[data-rules]")].filter((line) =>
     line.dataset.rules.split(" ").includes(rule.dataset.rule),
   );

@@ -112,10 +112,11 @@ def render(model: str, graphs: Sequence[GraphReport], summary: str) -> str:
         summary=summary,
         now=cache_now(graphs),
         layers=layers,
-        bits=sorted({cell.bits for x in layers for cell in x.cells}, key=lambda b: float(b.split("/")[0])),
+        legend=legend(cell for layer in layers for cell in layer.cells),
         diffs=diffs,
         kernels=kernels(graphs),
         chart=chart(points) if points and cells else None,
+        dtypes=sorted({str(c.dtype).removeprefix("torch.") for own in cells.values() for c in own}),
         area={"left": LEFT, "top": TOP, "width": WIDTH, "height": HEIGHT},
         warnings=list(dict.fromkeys(m for report in graphs for m in report.warnings)),
     )  # fmt: skip
@@ -130,8 +131,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         autoescape=True,
     )
-    environment.filters.update(readable=readable, short=short_name, spans=spans, tint=tint)
-    environment.globals.update(chosen=chosen, fired=fired, identities=identities, anchor=anchor)
+    environment.filters.update(readable=readable, short=short_name, spans=spans, tint=tint, formula=formula)
+    environment.globals.update(chosen=chosen, by_rule=by_rule, fired=fired, anchor=anchor)
     return environment
 
 
@@ -182,9 +183,17 @@ def fired(events: Iterable[Event]) -> list[tuple[Event, int]]:
     return [(first[key], count) for key, count in said.items()]
 
 
-def identities(events: Iterable[Event]) -> dict[str, str]:
-    """The identity of each rule that fired."""
-    return {event.rule: event.identity for event in events if event.identity}
+def by_rule(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """The events of each rule, in the order in which rules first appear."""
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        found.setdefault(event.rule, []).append(event)
+    return found
+
+
+def formula(identity: str) -> str:
+    """An identity with its right sides on lines of their own."""
+    return re.sub(r"  ([=~])  ", r"\n  \1 ", identity)
 
 
 def chosen(report: GraphReport) -> list[tuple[str, str, int, tuple[tuple[str, str], ...]]]:
@@ -201,7 +210,8 @@ def spans(paths: Sequence[str]) -> str:
     numbers = sorted({int(number[0]) for number in found if number})
     starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
     ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
-    runs = (f"{a}" if a == b else f"{a} ... {b}" for a, b in zip(starts, ends, strict=True))
+    joined = {0: "", 1: ", "}
+    runs = (f"{a}{joined.get(b - a, ' ... ')}{b if b > a else ''}" for a, b in zip(starts, ends, strict=True))
     return f"layer{'s' * (len(numbers) > 1)} {', '.join(runs)}"
 
 
@@ -212,6 +222,13 @@ def tint(cell: Cell) -> str:
     if not cell.packed:
         return "plain"
     return "mixed" if "/" in cell.bits else f"bits{int(float(cell.bits))}"
+
+
+def legend(cells: Iterable[Cell]) -> list[Cell]:
+    """A cell of each kind: by bits, then those that are not packed, then the refused."""
+    kinds = {(cell.bits, cell.packed, cell.plan is None): cell for cell in cells}
+    order = [(x.plan is None, not x.packed, float(x.bits.split("/")[0]), x) for x in kinds.values()]
+    return [cell for *_, cell in sorted(order, key=lambda item: item[:3])]
 
 
 def kernels(graphs: Iterable[GraphReport]) -> list[Kernel]:
@@ -241,7 +258,7 @@ def _highlighted(text: str, file: str) -> Markup:
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_for_filename
 
-    kept = (token.Comment, token.Keyword, token.String, token.Number, token.Name.Function)
+    kept = (token.Comment.Preproc, token.Comment, token.Keyword, token.String, token.Number, token.Name.Function)
 
     def coarse(kind: Any) -> Any:
         return next((k for k in kept if kind in k), token.Token)

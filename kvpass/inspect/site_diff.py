@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.graph import magic_methods
 
 from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.spellings import op_name
@@ -217,7 +219,8 @@ def _code(node: Node, name: Callable[[Node], str]) -> str:
             return ":".join("" if e is None else shown(e) for e in _ends(x))
         if callable(x):
             return str(getattr(x, "__name__", x))
-        return "..." if x is Ellipsis else f"{x}" if isinstance(x, torch.dtype) else repr(x)
+        plain = isinstance(x, torch.dtype | torch.device)
+        return "..." if x is Ellipsis else str(x) if plain else repr(x)
 
     if node.op in ("placeholder", "get_attr"):
         return "argument" if node.op == "placeholder" else str(node.target)
@@ -229,7 +232,10 @@ def _code(node: Node, name: Callable[[Node], str]) -> str:
         return f"{args[0]}[{inner}]"
     if node.op == "call_method":
         return f"{args[0]}.{node.target}({', '.join(args[1:])})"
-    return f"{getattr(node.target, '__name__', node.target)}({', '.join(args)})"
+    called = str(getattr(node.target, "__name__", node.target))
+    if called in magic_methods and getattr(operator, called, None) is node.target:
+        return magic_methods[called].format(*args)
+    return f"{called}({', '.join(args)})"
 
 
 def _ends(x: slice) -> Iterable[Any]:
@@ -237,4 +243,4 @@ def _ends(x: slice) -> Iterable[Any]:
 
 
 def _generic(detail: str, numbers: dict[str, str]) -> str:
-    return re.sub(r"\w+", lambda word: numbers.get(word[0], word[0]), detail)
+    return _CULPRIT.sub(lambda found: f"(at {numbers.get(found[1], '_')})", detail)
