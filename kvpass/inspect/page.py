@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
-from os.path import commonprefix
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         autoescape=True,
     )
-    environment.filters.update(readable=readable, short=short_name, spans=spans, tint=tint, formula=formula)
+    environment.filters.update(
+        readable=readable, short=short_name, spans=spans, tint=tint, formula=formula
+    )
     environment.globals.update(chosen=chosen, by_rule=by_rule, fired=fired, anchor=anchor)
     return environment
 
@@ -211,7 +212,10 @@ def spans(paths: Sequence[str]) -> str:
     starts = [numbers[0], *(b for a, b in pairwise(numbers) if b != a + 1)]
     ends = [*(a for a, b in pairwise(numbers) if b != a + 1), numbers[-1]]
     joined = {0: "", 1: ", "}
-    runs = (f"{a}{joined.get(b - a, ' ... ')}{b if b > a else ''}" for a, b in zip(starts, ends, strict=True))
+    runs = (
+        f"{a}{joined.get(b - a, ' ... ')}{b if b > a else ''}"
+        for a, b in zip(starts, ends, strict=True)
+    )
     return f"layer{'s' * (len(numbers) > 1)} {', '.join(runs)}"
 
 
@@ -242,7 +246,9 @@ def kernels(graphs: Iterable[GraphReport]) -> list[Kernel]:
         lines = path.read_text(encoding="utf-8").splitlines()
         like, skipped = "", 0
         for other, known in texts.items():
-            if (length := len(commonprefix([known, lines]))) > max(skipped, _MOST_REPEATED):
+            pairs = zip(known, lines, strict=False)
+            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if length > max(skipped, _MOST_REPEATED):
                 like, skipped = other, length
         texts[path.name] = lines
         text = _highlighted("\n".join(lines[skipped:]), path.name)
@@ -258,7 +264,14 @@ def _highlighted(text: str, file: str) -> Markup:
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_for_filename
 
-    kept = (token.Comment.Preproc, token.Comment, token.Keyword, token.String, token.Number, token.Name.Function)
+    kept = (
+        token.Comment.Preproc,
+        token.Comment,
+        token.Keyword,
+        token.String,
+        token.Number,
+        token.Name.Function,
+    )
 
     def coarse(kind: Any) -> Any:
         return next((k for k in kept if kind in k), token.Token)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from itertools import groupby
+from itertools import groupby, starmap, zip_longest
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ class Line:
     """One node as a line of code.
 
     Attributes:
-        name: of the node; numbers are left out of ``generic``, the same in layers that are alike.
+        name: of the node.
         code: the call.
         value: dtype and shape of the result.
         path: of the module that it was traced in.
+        generic: code and value with numbers for names, the same in layers that are alike.
         rules: which matched, wrote or refused it.
-        mark: ``matched``, ``written``, ``refused``, ``left`` (refused at no cost but time) or nothing.
+        mark: ``matched``, ``written``, ``refused``, ``left`` (refused, which only costs time), or
+            nothing.
     """
 
     name: str
@@ -174,15 +176,9 @@ def _marks(events: Sequence[Event]) -> dict[str, dict[str, str]]:
 
 def _aligned(before: Sequence[Line], after: Sequence[Line]) -> Iterator[Row]:
     """Lines of the same name side by side, in the order of both."""
-    names = ([line.name for line in lines] for lines in (before, after))
-    for tag, i, j, k, m in SequenceMatcher(None, *names, autojunk=False).get_opcodes():
-        if tag == "equal":
-            yield from map(Row, before[i:j], after[k:m])
-            continue
-        left, right = [*before[i:j]], [*after[k:m]]
-        longest = max(len(left), len(right))
-        for n in range(longest):
-            yield Row(left[n] if n < len(left) else None, right[n] if n < len(right) else None)
+    left, right = ([line.name for line in lines] for lines in (before, after))
+    for _, i, j, k, m in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        yield from starmap(Row, zip_longest(before[i:j], after[k:m]))
 
 
 def short_name(name: str) -> str:
