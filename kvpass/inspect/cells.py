@@ -63,9 +63,9 @@ class Cell:
     def why_plain(self) -> str:
         """Why a tensor with a plan is not packed."""
         assert self.plan is not None
+        # By the recipe, or since its exact window would hold all of a sliding one: plans are equal.
         if self.plan.window_size is not None:
-            window = self.plan.window_size
-            return f"{self.bits} bit: the exact window would hold all {window} tokens that slide"
+            return f"{self.bits} bit, in a sliding window of {self.plan.window_size} tokens"
         return f"{self.bits} bit, as the recipe says"
 
     @property
