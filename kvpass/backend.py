@@ -84,6 +84,7 @@ def kvpass(
     with report.timed("apply rules"):
         biases = large_key_biases(context, examples)
         report.events = rewrite(context, examples)
+        report.roles = context.sites.update_roles()
     with report.timed("verify"):
         report.warnings += context.warnings + bias_warnings(context, biases)
         verify_rewritten(module.graph)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from kvpass.errors import OptionError, shown
+from kvpass.inspect.page import render
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.tensor.dispatch import DECODES
 from kvpass.tensor.packed import PackedKV
@@ -44,6 +46,30 @@ class Explanation:
         return "\n".join(parts)
 
     __repr__ = __str__
+
+    def html(self) -> str:
+        """A page that shows it: the summary, how each layer is stored, its part of every graph
+        before and after, the generated kernels, and bytes against tokens, computed of the plans.
+
+        It loads nothing from elsewhere.
+
+        Raises:
+            OptionError: if Pygments is not installed.
+        """
+        return render(self.model, self.graphs, str(self))
+
+    def save_html(self, path: str | Path) -> Path:
+        """Writes `html` to a file, and returns its path.
+
+        Raises:
+            OptionError: if Pygments is not installed, or the path is a folder.
+        """
+        target = Path(path)
+        if target.is_dir():
+            raise OptionError(f"{shown(str(path))} is a folder; allowed: the path of a file.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(self.html(), encoding="utf-8")
+        return target
 
     def save(self, folder: str | Path) -> list[Path]:
         """Writes the summary, the graphs of every stage and the generated kernels; returns the

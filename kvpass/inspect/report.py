@@ -33,6 +33,8 @@ class GraphReport:
             them.
         bound: the graph as it was compiled, on inner tensors.
         events: what each rule did or refused.
+        roles: what attention reads each cache update as (``keys``, ``values``, ``unknown``), by the
+            name of its node.
         choices: which provider runs each op, and who declined.
         warnings: messages for the user.
         inner: what compiled the graph.
@@ -48,6 +50,7 @@ class GraphReport:
     after: GraphModule
     bound: GraphModule
     events: list[Event] = field(default_factory=list)
+    roles: Mapping[str, str] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     inner: str = "inductor"

@@ -69,10 +69,18 @@ def apply_rules(context: Context, rules: Sequence[Rule] | None = None) -> list[E
                 events.append(event)
                 context.refused.setdefault(node, str(found))
             else:
+                before = _names(context)
                 detail = rule.rewrite(node, found, context)
-                events.append(Event(rule.name, name, path, True, detail, identity=rule.identity))
+                after = _names(context)
+                changes = {"erased": before - after, "wrote": after - before}
+                event = Event(rule.name, name, path, True, detail, True, rule.identity, **changes)
+                events.append(event)
         fired = any(e.rule == rule.name and e.fired for e in events)
         if rules is None and fired and not context.packed:
             # A rule that came first may have brought the graph into a known form.
             context.sites = find_sites(context.graph)
     return events
+
+
+def _names(context: Context) -> frozenset[str]:
+    return frozenset(node.name for node in context.graph.nodes)

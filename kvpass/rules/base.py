@@ -30,6 +30,7 @@ class Event:
         detail: what was done, or why it was refused and where.
         required: whether a refusal leaves a part of the cache unpacked or decoded.
         identity: see `Rule`.
+        erased, wrote: the names of the nodes that it took out of the graph, and put into it.
     """
 
     rule: str
@@ -39,6 +40,8 @@ class Event:
     detail: str
     required: bool = True
     identity: str = ""
+    erased: frozenset[str] = frozenset()
+    wrote: frozenset[str] = frozenset()
 
 
 def origin_of(packed: Node) -> Node | None:

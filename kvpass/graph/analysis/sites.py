@@ -54,6 +54,13 @@ class Sites:
                 return update
         return None
 
+    def update_roles(self) -> dict[str, Role]:
+        """What each cache update is read as, by the name of its node, known in form or not."""
+        read = {node: node for node in (*self.updates, *self.unrecognized)}
+        for node, static in self.statics.items():
+            read[node] = static.buffer if isinstance(static, StaticUpdate) else node
+        return {n.name: self.roles[x][0] if x in self.roles else "unknown" for n, x in read.items()}
+
     def attention(self, root: Node) -> AttentionSite | None:
         """The attention whose output is ``root``."""
         return next((site for site in self.attentions if site.root is root), None)
