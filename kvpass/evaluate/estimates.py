@@ -1,0 +1,77 @@
+"""Means with standard errors over texts, and rankings that say what is a tie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# A difference of fewer standard errors is a tie.
+_ERRORS = 2.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error; nan if there is only one text."""
+
+    mean: float
+    error: float
+
+    @property
+    def certain(self) -> bool:
+        """Whether the mean differs from 0 by more than two standard errors."""
+        return abs(self.mean) > _ERRORS * self.error
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A place in a ranking.
+
+    Attributes:
+        name: whose place it is.
+        value: what is ranked.
+        behind: by how much it is more than the one before, paired: over the same tokens; None for
+            the first.
+    """
+
+    name: str
+    value: Estimate
+    behind: Estimate | None
+
+    @property
+    def tie(self) -> bool:
+        """Whether noise could put it in front of the one before."""
+        return self.behind is not None and not self.behind.certain
+
+
+def estimate(totals: Tensor, counts: Tensor) -> Estimate:
+    """Mean of what texts add up to, per unit, and its standard error.
+
+    Units of a text, tokens say, are not independent of each other, texts are: the error is that of
+    a ratio of two sums over texts (Cochran, Sampling Techniques, 1977, chapter 6).
+
+    Args:
+        totals: sums of each text ``[N]``.
+        counts: units of each text ``[N]``; texts without any do not count.
+    """
+    totals, counts = totals[counts > 0].double(), counts[counts > 0].double()
+    if not len(counts):
+        return Estimate(math.nan, math.nan)
+    mean, number = float(totals.sum() / counts.sum()), len(counts)
+    if number == 1:
+        return Estimate(mean, math.nan)
+    spread = float((totals - mean * counts).square().sum()) * number / (number - 1)
+    return Estimate(mean, math.sqrt(spread) / float(counts.sum()))
+
+
+def ranking(totals: Mapping[str, Tensor], counts: Tensor) -> list[Ranked]:
+    """All names by `estimate`, the least first. ``counts`` are the same for all."""
+    found = {name: estimate(total, counts) for name, total in totals.items()}
+    order = sorted(found, key=lambda name: found[name].mean)
+    before = [None, *order[:-1]]
+    return [
+        Ranked(name, found[name], last and estimate(totals[name] - totals[last], counts))
+        for last, name in zip(before, order, strict=True)
+    ]
