@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvpass.evaluate.documents import SPARE, Sample
-from kvpass.evaluate.quality import cache_bytes, step
+from kvpass.evaluate.quality import step
 
 # For the documents and the questions of a batch: what their prefill runs in.
 Chooser = Callable[[Tensor, Sequence[Tensor]], AbstractContextManager[None]]
@@ -55,9 +55,8 @@ def answers(
     batch: int,
     chooser: Chooser | None = None,
     label: str | None = None,
-) -> tuple[list[list[Answer]], tuple[int, float]]:
-    """The answers to all questions of each sample, and the bytes and bits per element that a cache
-    of ``batch`` rows holds at the end.
+) -> tuple[list[list[Answer]], Any]:
+    """The answers to all questions of each sample, and the cache of the last ones.
 
     An answer is read token by token whatever the model predicts, which gives its probability and
     says whether greedy decoding finds it. One that has to be JSON is also decoded freely, and is
@@ -72,15 +71,17 @@ def answers(
         label: of the progress bar; None: no bar.
     """
     found = [[Answer(False, 0.0) for _ in sample.prompt.queries] for sample in samples]
-    size = (0, 0.0)
+    own: Any = None
     starts = range(0, len(samples), batch)
     for start in tqdm(starts, desc=label, disable=label is None, leave=False):
         group = samples[start : start + batch]
         documents = torch.stack([s.prompt.document for s in _filled(group, batch)])
-        cache = None if chooser else step(model, documents.to(model.device), None)[1]
+        cache: Any = None
+        if chooser is None:
+            _, cache = step(model, documents.to(model.device), None)
         for rows in _batches(group, batch):
             order = torch.tensor([row.sample for row in rows])
-            if chooser:
+            if chooser is not None:
                 asked = [group[row.sample].prompt.queries[row.query][0] for row in rows]
                 with chooser(documents[order], asked):
                     _, own = step(model, documents[order].to(model.device), None)
@@ -96,8 +97,7 @@ def answers(
                 else:
                     answer.right |= kept[row.query].right
                     kept[row.query] = answer
-            size = cache_bytes(own)
-    return found, size
+    return found, own
 
 
 def _filled(items: Sequence[Any], batch: int) -> list[Any]:

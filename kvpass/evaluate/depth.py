@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass.bench.device import free_memory
 from kvpass.errors import OptionError
-from kvpass.evaluate.quality import cache_bytes, predictions
+from kvpass.evaluate.quality import predictions
 
 # What is added up for each text and bucket: tokens, negative log-likelihood and divergence in
 # nats, and how many of the most likely tokens are the same.
@@ -95,7 +95,7 @@ class Reference:
         rows = sum(len(b.ids) * (b.ids.shape[1] - prompt) for b in batches)
         self._keeps = 4 * vocabulary * rows <= _SHARE * free_memory(model.device)
         self._kept: dict[int, list[Tensor]] = {}
-        self.size: tuple[int, float] | None = None
+        self.cache: Any = None
 
     def __call__(self, number: int) -> Iterator[Tensor]:
         """Log-probabilities ``[B, V]`` of each position behind the prompt of that batch."""
@@ -103,13 +103,11 @@ class Reference:
         if kept:
             yield from kept
             return
-        cache = None
         ids = self._batches[number].ids.to(self._model.device)
-        for _, found, cache in predictions(self._model, ids, self._prompt):
+        for _, found, self.cache in predictions(self._model, ids, self._prompt):
             if self._keeps:
                 kept.append(found)
             yield found
-        self.size = self.size or cache_bytes(cache)
         self._kept[number] = kept
 
 

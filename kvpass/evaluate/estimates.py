@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -70,8 +71,5 @@ def ranking(totals: Mapping[str, Tensor], counts: Tensor) -> list[Ranked]:
     """All names by `estimate`, the least first. ``counts`` are the same for all."""
     found = {name: estimate(total, counts) for name, total in totals.items()}
     order = sorted(found, key=lambda name: found[name].mean)
-    before = [None, *order[:-1]]
-    return [
-        Ranked(name, found[name], last and estimate(totals[name] - totals[last], counts))
-        for last, name in zip(before, order, strict=True)
-    ]
+    behind = [estimate(totals[b] - totals[a], counts) for a, b in pairwise(order)]
+    return [Ranked(n, found[n], b) for n, b in zip(order, [None, *behind], strict=False)]

@@ -140,6 +140,13 @@ def recall_accuracy(
     return right / count
 
 
+def cache_size(cache: Any) -> dict[str, Any]:
+    """`cache_bytes` by name, of one of its sequences, and how many tokens that has."""
+    held, bits = cache_bytes(cache)
+    rows, tokens = len(cache.layers[0].keys), int(cache.get_seq_length())
+    return {"bytes": held // rows, "bits": bits, "cached": tokens}
+
+
 def first_difference(a: Tensor, b: Tensor) -> int | None:
     """Position of the first token in which two sequences ``[T]`` differ; None if there is none."""
     shared = min(a.numel(), b.numel())

@@ -27,7 +27,7 @@ from kvpass.errors import OptionError, cut, shown
 from kvpass.evaluate.answers import Chooser, answers
 from kvpass.evaluate.depth import Reference, TextBatch, batch_sums, text_batches
 from kvpass.evaluate.documents import Sample, Writer
-from kvpass.evaluate.quality import cache_bytes, predictions
+from kvpass.evaluate.quality import cache_size, predictions
 from kvpass.evaluate.settings import Settings
 from kvpass.evaluate.store import Record, Store
 from kvpass.fingerprint import fingerprint
@@ -92,7 +92,9 @@ def evaluate(
     chosen = {name: _planner(name) for name in dict.fromkeys(recipes)}
     wanted = (settings or Settings()).of_model(model.config)
     held_out, shown_texts, notes = _split(
-        texts, calibration_texts, any(isinstance(r, Recipe) and r.calibrated for r in chosen.values())
+        texts,
+        calibration_texts,
+        any(isinstance(r, Recipe) and r.calibrated for r in chosen.values()),
     )
     header = {
         "settings": asdict(wanted),
@@ -109,7 +111,7 @@ def evaluate(
                 raise
             problem = cut(str(error)) or type(error).__name__
             store.add({"recipe": name, "task": "all", "problem": problem})
-    return Evaluation(wanted, tuple(chosen), store.records, tuple([*notes, *run.notes]))
+    return Evaluation(wanted, tuple(chosen), store.records, (*notes, *run.notes))
 
 
 class _Run:
@@ -210,21 +212,19 @@ class _Run:
         start, edges, prompt = time.perf_counter(), self._settings.edges, self._settings.prompt
         texts = 1 + max(int(b.texts.max()) for b in self._batches)
         sums = torch.zeros(texts, len(edges) - 1, 4, dtype=torch.float64)
-        size = None
+        size: dict[str, Any] = {}
         for number, batch in enumerate(self._batches):
             cache: list[Any] = []
             pairs = self._pairs(model, number, batch, cache)
             steps = batch.ids.shape[1] - prompt
             bar = tqdm(pairs, f"{name}: texts", steps, False, disable=not self._progress)
             sums.index_add_(0, batch.texts, batch_sums(bar, batch, prompt, edges))
-            size = size or (cache_bytes(cache[0]) if cache else self._reference.size)
-        assert size is not None
+            # The first batch has the longest texts.
+            size = size or cache_size(*(cache or [self._reference.cache]), len(batch.ids))
         return {
             "sums": sums.tolist(),
-            "bytes": size[0] // self._settings.batch,
-            "bits": size[1],
-            "cached": self._batches[0].ids.shape[1] - 1,
             "seconds": time.perf_counter() - start,
+            **size,
         }
 
     def _pairs(
@@ -249,8 +249,8 @@ class _Run:
         """Records of all tasks and seeds at a length."""
         start, batch = time.perf_counter(), self._settings.batch
         label = f"{name}: tasks, {length} tokens" if self._progress else None
-        found, (held, bits) = answers(model, self._tokenizer, samples, batch, chooser, label)
-        seconds = time.perf_counter() - start
+        found, cache = answers(model, self._tokenizer, samples, batch, chooser, label)
+        of_length = {"seconds_of_length": time.perf_counter() - start, **cache_size(cache, batch)}
         pairs = zip(samples, found, strict=True)
         for (task, seed), own in groupby(pairs, lambda p: attrgetter("task", "seed")(p[0])):
             rows = [{"depth": s.depth, "answers": [asdict(a) for a in all_]} for s, all_ in own]
@@ -262,7 +262,9 @@ class _Run:
 
 def _planner(name: str) -> Recipe | Plan:
     if name == PLAIN:
-        raise OptionError(f"Recipe {shown(name)} is not supported: the plain model is always there.")
+        raise OptionError(
+            f"Recipe {shown(name)} is not supported: the plain model is always there."
+        )
     return Plan.load(name) if name.endswith(".safetensors") else written_recipe(name)
 
 

@@ -47,7 +47,7 @@ def passkey(rng: random.Random, _: Sequence[str], depth: float) -> Story:
     """A number said twice in one line."""
     number = _number(rng, 5)
     line = f"The pass key is {number}. Remember it. {number} is the pass key.\n"
-    return Story([(depth, line)], [("What is the pass key? The pass key is", f" {number}")])
+    return Story([(depth, line)], [("What is the pass key? The pass key is ", f"{number}")])
 
 
 def needle(rng: random.Random, words: Sequence[str], depth: float) -> Story:
@@ -76,10 +76,10 @@ def variables(rng: random.Random, _: Sequence[str], __: float) -> Story:
     number = _number(rng, 5)
     values = [number, *(f"VAR {name}" for name in names)]
     lines = [f"VAR {name} = {value}\n" for name, value in zip(names, values, strict=False)]
-    question = f"Find all variables that are assigned the value {number}. They are:"
+    question = f"Find all variables that are assigned the value {number}. They are: "
     return Story(
         list(zip(_places(rng, len(lines)), lines, strict=True)),
-        [(question, f" {', '.join(names)}")],
+        [(question, ", ".join(names))],
     )
 
 
@@ -88,9 +88,9 @@ def common_words(rng: random.Random, words: Sequence[str], _: float) -> Story:
     chosen = rng.sample(words, len(words))
     common = sorted(chosen[:_COMMON])
     lines = [(rng.random(), f"{word}\n") for word in common for _ in range(_OFTEN)]
-    question = f"The {_COMMON} most common words in the list, in alphabetical order, are:"
+    question = f"The {_COMMON} most common words in the list, in alphabetical order, are: "
     others = _names(chosen[_COMMON:])
-    return Story(lines, [(question, f" {', '.join(common)}")], (f"{word}\n" for word in others))
+    return Story(lines, [(question, ", ".join(common))], (f"{word}\n" for word in others))
 
 
 def json_object(rng: random.Random, words: Sequence[str], depth: float) -> Story:
@@ -119,7 +119,7 @@ def recall(rng: random.Random, words: Sequence[str], _: float) -> Story:
     lines = [f"{name} = {number}\n" for name, number in asked]
     return Story(
         list(zip(_places(rng, len(lines)), lines, strict=True)),
-        [(f"{name} =", f" {number}") for name, number in asked],
+        [(f"{name} = ", number) for name, number in asked],
         (f"{name} = {_number(rng, 4)}\n" for name in names),
     )
 
@@ -164,14 +164,12 @@ def _needles(
     lines = [f"The special magic number for {key} is: {number}.\n" for key, number in found]
     chosen = sorted(rng.sample(names, asks), key=names.index)
     numbers = [number for key, number in found if key in chosen]
-    what = "number" if len(numbers) == 1 else "numbers"
-    question = f"The special magic {what} for {' and '.join(chosen)} "
-    question += "is:" if len(numbers) == 1 else "are:"
-    return Story(
-        list(zip(places, lines, strict=True)), [(question, f" {', '.join(numbers)}")]
-    )
+    what, verb = ("number", "is") if len(numbers) == 1 else ("numbers", "are")
+    # The space ends the question: what follows it begins as in the document.
+    question = f"The special magic {what} for {' and '.join(chosen)} {verb}: "
+    return Story(list(zip(places, lines, strict=True)), [(question, ", ".join(numbers))])
 
 
 def _copied(kind: str, rng: random.Random, value: Any, depth: float) -> Story:
-    text, label = json.dumps(value), f"{kind} {_number(rng, 3)}:"
-    return Story([(depth, f"{label} {text}\n")], [(label, f" {text}")], expected=value)
+    text, label = json.dumps(value), f"{kind} {_number(rng, 3)}: "
+    return Story([(depth, f"{label}{text}\n")], [(label, text)], expected=value)
