@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass.bench.device import free_memory
 from kvpass.errors import OptionError
-from kvpass.evaluate.quality import predictions
+from kvpass.evaluate.quality import cache_size, predictions
 
 # What is added up for each text and bucket: tokens, negative log-likelihood and divergence in
 # nats, and how many of the most likely tokens are the same.
@@ -87,7 +87,11 @@ def _batch(pieces: Sequence[tuple[int, Tensor]], batch: int) -> TextBatch:
 
 class Reference:
     """Predictions of the plain model, kept if a quarter of the free memory holds all of them, else
-    made anew each time."""
+    made anew each time.
+
+    Attributes:
+        size: see `cache_size`: of the plain cache behind the first batch that was read.
+    """
 
     def __init__(self, model: Any, batches: Sequence[TextBatch], prompt: int) -> None:
         self._model, self._batches, self._prompt = model, batches, prompt
@@ -95,7 +99,7 @@ class Reference:
         rows = sum(len(b.ids) * (b.ids.shape[1] - prompt) for b in batches)
         self._keeps = 4 * vocabulary * rows <= _SHARE * free_memory(model.device)
         self._kept: dict[int, list[Tensor]] = {}
-        self.cache: Any = None
+        self.size: dict[str, Any] = {}
 
     def __call__(self, number: int) -> Iterator[Tensor]:
         """Log-probabilities ``[B, V]`` of each position behind the prompt of that batch."""
@@ -104,11 +108,14 @@ class Reference:
             yield from kept
             return
         ids = self._batches[number].ids.to(self._model.device)
-        for _, found, self.cache in predictions(self._model, ids, self._prompt):
+        held = None
+        for _, found, cache in predictions(self._model, ids, self._prompt):
+            held = cache
             if self._keeps:
                 kept.append(found)
             yield found
         self._kept[number] = kept
+        self.size = self.size or cache_size(held)
 
 
 def batch_sums(

@@ -37,6 +37,8 @@ from kvpass.recipes import Recipe, written_recipe
 PLAIN, QUALITY = "plain", "quality"
 # Of texts without others to calibrate on, each fourth one is not scored.
 _CALIBRATES = 4
+# Characters that two texts may have in common by chance, a licence's first line say.
+_FEW = 100
 
 
 @dataclass(frozen=True)
@@ -214,13 +216,10 @@ class _Run:
         sums = torch.zeros(texts, len(edges) - 1, 4, dtype=torch.float64)
         size: dict[str, Any] = {}
         for number, batch in enumerate(self._batches):
-            cache: list[Any] = []
-            pairs = self._pairs(model, number, batch, cache)
+            pairs = self._pairs(model, number, batch, size)
             steps = batch.ids.shape[1] - prompt
             bar = tqdm(pairs, f"{name}: texts", steps, False, disable=not self._progress)
             sums.index_add_(0, batch.texts, batch_sums(bar, batch, prompt, edges))
-            # The first batch has the longest texts.
-            size = size or cache_size(*(cache or [self._reference.cache]), len(batch.ids))
         return {
             "sums": sums.tolist(),
             "seconds": time.perf_counter() - start,
@@ -228,20 +227,22 @@ class _Run:
         }
 
     def _pairs(
-        self, model: Any, number: int, batch: TextBatch, cache: list[Any]
+        self, model: Any, number: int, batch: TextBatch, size: Record
     ) -> Iterable[tuple[Tensor, Tensor]]:
-        """Log-probabilities of the plain model and of ``model``; the latter's cache goes into the
-        list."""
+        """Log-probabilities of the plain model and of ``model``, then `cache_size` of the latter
+        behind the first batch, whose texts are the longest."""
         expected = self._reference(number)
         if model is self._model:
             yield from ((p, p) for p in expected)
+            size.update(self._reference.size)
             return
-        ids = batch.ids.to(model.device)
-        for plain, (_, found, held) in zip(
-            expected, predictions(model, ids, self._settings.prompt), strict=True
-        ):
-            cache[:] = [held]
+        held = None
+        own = predictions(model, batch.ids.to(model.device), self._settings.prompt)
+        for plain, (_, found, cache) in zip(expected, own, strict=True):
+            held = cache
             yield plain, found
+        if not size:
+            size.update(cache_size(held))
 
     def _answer(
         self, name: str, model: Any, length: int, samples: Sequence[Sample], chooser: Chooser | None
@@ -250,14 +251,12 @@ class _Run:
         start, batch = time.perf_counter(), self._settings.batch
         label = f"{name}: tasks, {length} tokens" if self._progress else None
         found, cache = answers(model, self._tokenizer, samples, batch, chooser, label)
-        of_length = {"seconds_of_length": time.perf_counter() - start, **cache_size(cache, batch)}
+        of_length = {"seconds_of_length": time.perf_counter() - start, **cache_size(cache)}
         pairs = zip(samples, found, strict=True)
         for (task, seed), own in groupby(pairs, lambda p: attrgetter("task", "seed")(p[0])):
             rows = [{"depth": s.depth, "answers": [asdict(a) for a in all_]} for s, all_ in own]
-            self._store.add({
-                "recipe": name, "task": task, "seed": seed, "length": length, "samples": rows,
-                "bytes": held // batch, "bits": bits, "seconds_of_length": seconds,
-            })  # fmt: skip
+            of_seed = {"recipe": name, "task": task, "seed": seed, "length": length}
+            self._store.add({**of_seed, "samples": rows, **of_length})
 
 
 def _planner(name: str) -> Recipe | Plan:
@@ -288,12 +287,18 @@ def _split(
         own = list(map(_text, calibration_texts))
         note = f"calibrated on {len(own)} other texts"
     for text in own:
-        if text.strip() and any(text in other or other in text for other in held_out if other):
+        if any(_overlap(text, other) for other in held_out):
             raise OptionError(
                 f"Calibration text {shown(text)} is also held out, or part of a text that is: what "
                 "is scored must not be calibrated on."
             )
     return held_out, own, [note]
+
+
+def _overlap(a: str, b: str) -> bool:
+    """Whether one is part of the other, and more than a few words."""
+    shorter, longer = sorted((a.strip(), b.strip()), key=len)
+    return len(shorter) > _FEW and shorter in longer
 
 
 def _text(item: Any) -> str:
