@@ -50,8 +50,8 @@ class Store:
             self._path.write_text(written)
         except OSError as error:
             raise OptionError(f"'{path}' cannot be used: {error.strerror}.") from None
-        except ValueError:
-            raise OptionError(f"'{path}' is no file of an evaluation; give another name.") from None
+        except json.JSONDecodeError:
+            raise _strange(path) from None
 
     def add(self, record: Record) -> None:
         """Keeps a record, and appends it to the file."""
@@ -72,7 +72,7 @@ class Store:
 
 def _compare(path: str | None, own: Mapping[str, Any], other: Any) -> None:
     if not isinstance(other, dict) or "kvpass_eval" not in other:
-        raise ValueError
+        raise _strange(path)
     for name, value in own.items():
         found = other.get(name)
         if isinstance(value, dict) and isinstance(found, dict):
@@ -82,3 +82,7 @@ def _compare(path: str | None, own: Mapping[str, Any], other: Any) -> None:
                 f"'{path}' was measured with {name}={shown(found)}, not {shown(value)}: give "
                 "another file, or the same settings, texts and model."
             )
+
+
+def _strange(path: str | None) -> OptionError:
+    return OptionError(f"'{path}' is no file of an evaluation; give another name.")
