@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpass.bench.device import free_memory
 from kvpass.errors import OptionError
 from kvpass.evaluate.quality import cache_size, predictions
+from kvpass.evaluate.settings import Settings
 
 # What is added up for each text and bucket: tokens, negative log-likelihood and divergence in
 # nats, and how many of the most likely tokens are the same.
@@ -39,20 +40,21 @@ class TextBatch:
 
 
 def text_batches(
-    texts: Sequence[Tensor], start: Sequence[int], prompt: int, length: int, tokens: int, batch: int
+    texts: Sequence[Tensor], start: Sequence[int], settings: Settings
 ) -> list[TextBatch]:
-    """Pieces of up to ``length`` tokens with at least ``tokens`` to score, if there are as many:
-    one of each text, then a second one, and so on, since texts are what is independent.
+    """Pieces of the length and with as many tokens to score as in the settings, if there are so
+    many: one of each text, then a second one, and so on, since texts are what is independent.
 
     Args:
         texts: token ids ``[T]`` each.
         start: token ids in front of each piece.
-        prompt: tokens that are not scored. A piece has twice as many at least.
+        settings: those of a model. A piece is twice as long as the prompt at least.
 
     Raises:
         OptionError: if all texts are shorter than that.
     """
-    own = length - len(start)
+    prompt, batch = settings.prompt, settings.batch
+    own = settings.edges[-1] - len(start)
     cut = [[(i, piece) for piece in ids.split(own)] for i, ids in enumerate(texts)]
     rounds = (sorted(filter(None, r), key=lambda p: -len(p[1])) for r in zip_longest(*cut))
     pieces: list[tuple[int, Tensor]] = []
@@ -60,7 +62,7 @@ def text_batches(
     for i, piece in (p for r in rounds for p in r):
         if len(piece) + len(start) < 2 * prompt:
             continue
-        if scored >= tokens and len(pieces) >= _LEAST_PIECES:
+        if scored >= settings.tokens and len(pieces) >= _LEAST_PIECES:
             break
         pieces.append((i, torch.cat([torch.tensor(start, dtype=torch.long), piece])))
         scored += len(pieces[-1][1]) - prompt

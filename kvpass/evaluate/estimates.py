@@ -25,26 +25,11 @@ class Estimate:
         """Whether the mean differs from 0 by more than two standard errors."""
         return abs(self.mean) > _ERRORS * self.error
 
+    def __format__(self, spec: str) -> str:
+        return f"{self.mean:{spec}} ±{self.error:{spec.lstrip('+')}}"
 
-@dataclass(frozen=True)
-class Ranked:
-    """A place in a ranking.
-
-    Attributes:
-        name: whose place it is.
-        value: what is ranked.
-        behind: by how much it is more than the one before, paired: over the same tokens; None for
-            the first.
-    """
-
-    name: str
-    value: Estimate
-    behind: Estimate | None
-
-    @property
-    def tie(self) -> bool:
-        """Whether noise could put it in front of the one before."""
-        return self.behind is not None and not self.behind.certain
+    def __rmul__(self, factor: float) -> Estimate:
+        return Estimate(factor * self.mean, factor * self.error)
 
 
 def estimate(totals: Tensor, counts: Tensor) -> Estimate:
@@ -67,9 +52,13 @@ def estimate(totals: Tensor, counts: Tensor) -> Estimate:
     return Estimate(mean, math.sqrt(spread) / float(counts.sum()))
 
 
-def ranking(totals: Mapping[str, Tensor], counts: Tensor) -> list[Ranked]:
-    """All names by `estimate`, the least first. ``counts`` are the same for all."""
+def ranking(
+    totals: Mapping[str, Tensor], counts: Tensor
+) -> dict[str, tuple[Estimate, Estimate | None]]:
+    """All names by `estimate`, the least first: that, and by how much it is more than the one
+    before, paired: over the same texts (None for the first). A difference that is not `certain` is
+    a tie: noise could put one in front of the other. ``counts`` are the same for all."""
     found = {name: estimate(total, counts) for name, total in totals.items()}
     order = sorted(found, key=lambda name: found[name].mean)
     behind = [estimate(totals[b] - totals[a], counts) for a, b in pairwise(order)]
-    return [Ranked(n, found[n], b) for n, b in zip(order, [None, *behind], strict=False)]
+    return {n: (found[n], b) for n, b in zip(order, [None, *behind], strict=False)}

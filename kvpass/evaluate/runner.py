@@ -6,12 +6,11 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,20 +24,17 @@ from kvpass.calibration.calibrate import calibrate
 from kvpass.cocktail import TokenEmbeddings, use
 from kvpass.errors import OptionError, cut, shown
 from kvpass.evaluate.answers import Chooser, answers
-from kvpass.evaluate.depth import Reference, TextBatch, batch_sums, text_batches
+from kvpass.evaluate.depth import SUMS, Reference, batch_sums, text_batches
 from kvpass.evaluate.documents import Sample, Writer
 from kvpass.evaluate.quality import cache_size, predictions
 from kvpass.evaluate.settings import Settings
 from kvpass.evaluate.store import Record, Store
+from kvpass.evaluate.texts import split_texts
 from kvpass.fingerprint import fingerprint
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe, written_recipe
 
 PLAIN, QUALITY = "plain", "quality"
-# Of texts without others to calibrate on, each fourth one is not scored.
-_CALIBRATES = 4
-# Characters that two texts may have in common by chance, a licence's first line say.
-_FEW = 100
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Evaluation:
     Attributes:
         settings: with the lengths that were used.
         recipes: as they were written, without the plain model.
-        records: of the plain model and of the recipes; the lines of the file.
+        records: of the plain model and of recipes; the lines of the file.
         notes: sentences about the texts.
     """
 
@@ -91,107 +87,91 @@ def evaluate(
     """
     if is_compiled(model):
         raise OptionError("The model is compiled; give it as it was before model.compile.")
-    chosen = {name: _planner(name) for name in dict.fromkeys(recipes)}
-    wanted = (settings or Settings()).of_model(model.config)
-    held_out, shown_texts, notes = _split(
-        texts,
-        calibration_texts,
-        any(isinstance(r, Recipe) and r.calibrated for r in chosen.values()),
-    )
+    planners = {name: _planner(name) for name in recipes}
+    calibrates = any(isinstance(p, Recipe) and p.calibrated for p in planners.values())
+    held_out, own, sentence = split_texts(texts, calibration_texts, calibrates)
+    run = _Run(model, tokenizer, (settings or Settings()).of_model(model.config), held_out, own)
+    run.progress = progress
     header = {
-        "settings": asdict(wanted),
+        **asdict(run.settings),
         "model": _digest(fingerprint(model, [""])),
-        "texts": _digest([held_out, shown_texts]),
+        "texts": _digest([held_out, own]),
     }
+    notes = (sentence, run.scored)
     store = Store(path, header, {"machine": machine(), "notes": notes})
-    run = _Run(model, tokenizer, wanted, held_out, shown_texts, store, progress)
-    for name, planner in tqdm({PLAIN: None, **chosen}.items(), "recipes", disable=not progress):
+    for name, planner in tqdm({PLAIN: None, **planners}.items(), "recipes", disable=not progress):
         try:
-            run.measure(name, planner)
+            run.measure(name, planner, store)
         except Exception as error:
             if planner is None:
                 raise
             problem = cut(str(error)) or type(error).__name__
             store.add({"recipe": name, "task": "all", "problem": problem})
-    return Evaluation(wanted, tuple(chosen), store.records, (*notes, *run.notes))
+    return Evaluation(run.settings, tuple(planners), store.records, notes)
 
 
 class _Run:
-    """A model, what it is judged by, and what is known of it so far."""
+    """A model and what it is judged by."""
+
+    progress = True
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        settings: Settings,
-        texts: Sequence[str],
-        calibration_texts: Sequence[str],
-        store: Store,
-        progress: bool,
+        self, model: Any, tokenizer: Any, settings: Settings, texts: list[str], own: list[str]
     ) -> None:
-        self._model, self._tokenizer, self._settings = model, tokenizer, settings
-        self._calibration_texts, self._store, self._progress = calibration_texts, store, progress
-        self._writer = Writer(tokenizer, texts)
+        self._model, self._tokenizer, self.settings = model, tokenizer, settings
+        self._calibration_texts, self._writer = own, Writer(tokenizer, texts)
         ids = [torch.tensor(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
-        assert settings.length is not None
-        sizes = (settings.prompt, settings.length, settings.tokens, settings.batch)
-        self._batches = text_batches(ids, self._writer.start, *sizes)
+        self._batches = text_batches(ids, self._writer.start, settings)
         self._reference = Reference(model, self._batches, settings.prompt)
 
     @property
-    def notes(self) -> list[str]:
-        """What was scored."""
-        pieces = torch.cat([b.texts[b.lengths > 0] for b in self._batches])
-        scored = sum(int((b.lengths - self._settings.prompt).clamp_min(0).sum())
-                     for b in self._batches)  # fmt: skip
-        return [
-            f"{scored:,} tokens scored, in {len(pieces)} pieces of {len(pieces.unique())} texts, "
-            f"behind a prompt of {self._settings.prompt}"
-        ]
+    def scored(self) -> str:
+        """What is scored, as a sentence."""
+        texts = torch.cat([b.texts[b.lengths > 0] for b in self._batches])
+        lengths = torch.cat([b.lengths[b.lengths > 0] for b in self._batches])
+        prompt = self.settings.prompt
+        return (
+            f"{int((lengths - prompt).sum()):,} tokens scored, in {len(texts)} pieces of "
+            f"{len(texts.unique())} texts, behind a prompt of {prompt}"
+        )
 
     @cached_property
     def _samples(self) -> dict[int, list[Sample]]:
-        lengths = self._settings.lengths or ()
-        return {n: self._writer.samples(self._settings, n) for n in lengths if self._settings.tasks}
+        lengths = (self.settings.lengths or ()) if self.settings.tasks else ()
+        return {length: self._writer.samples(self.settings, length) for length in lengths}
 
-    def measure(self, name: str, planner: Recipe | Plan | None) -> None:
+    def measure(self, name: str, planner: Recipe | Plan | None, store: Store) -> None:
         """Makes the measurements of a recipe that there are no records of."""
-        todo = {length: self._pending(name, own) for length, own in self._samples.items()}
-        scores = not self._store.done(name, QUALITY)
+        scores = not store.done(recipe=name, task=QUALITY)
+        todo = {
+            length: [
+                s
+                for s in samples
+                if not store.done(recipe=name, task=s.task, seed=s.seed, length=length)
+            ]
+            for length, samples in self._samples.items()
+        }
         if not scores and not any(todo.values()):
             return
         model = self._model if planner is None else self._compiled(planner)
         chooser = self._chooser(planner)
         if scores:
-            self._store.add({"recipe": name, "task": QUALITY} | (
-                {"skipped": "needs a question"} if chooser else self._quality(name, model)
-            ))  # fmt: skip
+            found = {"skipped": "needs a question"} if chooser else self._quality(name, model)
+            store.add({"recipe": name, "task": QUALITY, **found})
         for length, samples in todo.items():
-            if samples:
-                self._answer(name, model, length, samples, chooser)
-
-    def _pending(self, name: str, samples: Sequence[Sample]) -> list[Sample]:
-        return [
-            s for s in samples
-            if not self._store.done(name, s.task, seed=s.seed, length=s.length)
-        ]  # fmt: skip
+            for record in self._answered(name, model, length, samples, chooser) if samples else ():
+                store.add(record)
 
     def _compiled(self, planner: Recipe | Plan) -> Any:
         """The model with that recipe, calibrated if need be; the weights are shared."""
         if isinstance(planner, Recipe) and planner.calibrated:
-            planner = calibrate(
-                self._model,
-                planner,
-                self._calibration_texts,
-                tokenizer=self._tokenizer,
-                samples=self._settings.samples,
-                progress=self._progress,
-            )
+            own, samples = self._calibration_texts, self.settings.samples
+            more: dict[str, Any] = {"tokenizer": self._tokenizer, "progress": self.progress}
+            planner = calibrate(self._model, planner, own, samples=samples, **more)
         # Dynamo counts the graphs of all models of one class together, and stops at eight.
         torch.compiler.reset()
         twin = copy.copy(self._model)
-        options = {"recipe": planner, "inner": self._settings.inner}
-        twin.compile(backend="kvpass", options=options)
+        twin.compile(backend="kvpass", options={"recipe": planner, "inner": self.settings.inner})
         return twin
 
     def _chooser(self, planner: Recipe | Plan | None) -> Chooser | None:
@@ -210,102 +190,53 @@ class _Run:
 
     @torch.no_grad()
     def _quality(self, name: str, model: Any) -> Record:
-        """`SUMS` by text and bucket, and the size of the cache at the end."""
-        start, edges, prompt = time.perf_counter(), self._settings.edges, self._settings.prompt
-        texts = 1 + max(int(b.texts.max()) for b in self._batches)
-        sums = torch.zeros(texts, len(edges) - 1, 4, dtype=torch.float64)
-        size: dict[str, Any] = {}
+        """`SUMS` by text and bucket, and the size of the cache behind the longest texts."""
+        start, prompt = time.perf_counter(), self.settings.prompt
+        texts = 1 + max(int(batch.texts.max()) for batch in self._batches)
+        buckets = len(self.settings.edges) - 1
+        sums, size = torch.zeros(texts, buckets, len(SUMS), dtype=torch.float64), Record()
         for number, batch in enumerate(self._batches):
-            pairs = self._pairs(model, number, batch, size)
+            pairs = self._pairs(model, number, size)
             steps = batch.ids.shape[1] - prompt
-            bar = tqdm(pairs, f"{name}: texts", steps, False, disable=not self._progress)
-            sums.index_add_(0, batch.texts, batch_sums(bar, batch, prompt, edges))
-        return {
-            "sums": sums.tolist(),
-            "seconds": time.perf_counter() - start,
-            **size,
-        }
+            bar = tqdm(pairs, f"{name}: texts", steps, False, disable=not self.progress)
+            own = batch_sums(bar, batch, prompt, self.settings.edges)
+            sums.index_add_(0, batch.texts, own)
+        return {"sums": sums.tolist(), "seconds": time.perf_counter() - start, **size}
 
-    def _pairs(
-        self, model: Any, number: int, batch: TextBatch, size: Record
-    ) -> Iterable[tuple[Tensor, Tensor]]:
-        """Log-probabilities of the plain model and of ``model``, then `cache_size` of the latter
-        behind the first batch, whose texts are the longest."""
+    def _pairs(self, model: Any, number: int, size: Record) -> Iterator[tuple[Tensor, Tensor]]:
+        """Log-probabilities of the plain model and of ``model``, then `cache_size` of the latter if
+        it is not known."""
         expected = self._reference(number)
         if model is self._model:
             yield from ((p, p) for p in expected)
             size.update(self._reference.size)
             return
-        held = None
-        own = predictions(model, batch.ids.to(model.device), self._settings.prompt)
+        ids, held = self._batches[number].ids.to(model.device), None
+        own = predictions(model, ids, self.settings.prompt)
         for plain, (_, found, cache) in zip(expected, own, strict=True):
             held = cache
             yield plain, found
-        if not size:
-            size.update(cache_size(held))
+        size.update(size or cache_size(held))
 
-    def _answer(
-        self, name: str, model: Any, length: int, samples: Sequence[Sample], chooser: Chooser | None
-    ) -> None:
-        """Records of all tasks and seeds at a length."""
-        start, batch = time.perf_counter(), self._settings.batch
-        label = f"{name}: tasks, {length} tokens" if self._progress else None
+    def _answered(
+        self, name: str, model: Any, length: int, samples: list[Sample], chooser: Chooser | None
+    ) -> Iterator[Record]:
+        """Records of tasks and seeds at a length."""
+        start, batch = time.perf_counter(), self.settings.batch
+        label = f"{name}: tasks, {length} tokens" if self.progress else None
         found, cache = answers(model, self._tokenizer, samples, batch, chooser, label)
-        of_length = {"seconds_of_length": time.perf_counter() - start, **cache_size(cache)}
+        more = {"seconds_of_length": time.perf_counter() - start, **cache_size(cache)}
         pairs = zip(samples, found, strict=True)
-        for (task, seed), own in groupby(pairs, lambda p: attrgetter("task", "seed")(p[0])):
-            rows = [{"depth": s.depth, "answers": [asdict(a) for a in all_]} for s, all_ in own]
-            of_seed = {"recipe": name, "task": task, "seed": seed, "length": length}
-            self._store.add({**of_seed, "samples": rows, **of_length})
+        for (task, seed), own in groupby(pairs, lambda pair: (pair[0].task, pair[0].seed)):
+            rows = [{"depth": s.depth, "answers": list(map(asdict, all_))} for s, all_ in own]
+            key = {"recipe": name, "task": task, "seed": seed, "length": length}
+            yield {**key, "samples": rows, **more}
 
 
 def _planner(name: str) -> Recipe | Plan:
     if name == PLAIN:
-        raise OptionError(
-            f"Recipe {shown(name)} is not supported: the plain model is always there."
-        )
+        raise OptionError(f"Recipe {shown(name)} is always measured; name the others.")
     return Plan.load(name) if name.endswith(".safetensors") else written_recipe(name)
-
-
-def _split(
-    texts: Iterable[Any], calibration_texts: Iterable[Any] | None, calibrates: bool
-) -> tuple[list[str], list[str], list[str]]:
-    """Texts to score, texts to calibrate on, and how they were told apart."""
-    held_out = list(map(_text, texts))
-    if calibration_texts is None:
-        if not calibrates:
-            return held_out, [], []
-        own = held_out[_CALIBRATES - 1 :: _CALIBRATES]
-        if not own:
-            raise OptionError(
-                f"Calibrated recipes need texts of their own: of {len(held_out)} texts none can be "
-                f"spared; give calibration texts, or {_CALIBRATES} texts at least."
-            )
-        del held_out[_CALIBRATES - 1 :: _CALIBRATES]
-        note = f"each fourth text ({len(own)}) is for calibration, and not scored"
-    else:
-        own = list(map(_text, calibration_texts))
-        note = f"calibrated on {len(own)} other texts"
-    for text in own:
-        if any(_overlap(text, other) for other in held_out):
-            raise OptionError(
-                f"Calibration text {shown(text)} is also held out, or part of a text that is: what "
-                "is scored must not be calibrated on."
-            )
-    return held_out, own, [note]
-
-
-def _overlap(a: str, b: str) -> bool:
-    """Whether one is part of the other, and more than a few words."""
-    shorter, longer = sorted((a.strip(), b.strip()), key=len)
-    return len(shorter) > _FEW and shorter in longer
-
-
-def _text(item: Any) -> str:
-    text = item.get("text") if isinstance(item, Mapping) else item
-    if not isinstance(text, str):
-        raise OptionError(f"{shown(item)} is no text; allowed: a text, or a mapping with 'text'.")
-    return text
 
 
 def _digest(value: Any) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from kvpass.errors import OptionError, shown
 
-FORMAT = 1
 Record = dict[str, Any]
 
 
@@ -20,8 +19,8 @@ class Store:
         records: all of them.
 
     Args:
-        path: of the file; None: nothing is written. A recipe's problem in it is dropped: it is
-            tried again.
+        path: of the file; None: nothing is written. A problem that is in it is dropped: its recipe
+            is tried again.
         header: what has to be the same for records to be comparable.
         about: written beside the header and not compared, the machine say.
 
@@ -34,24 +33,23 @@ class Store:
     ) -> None:
         self.records: list[Record] = []
         self._path = None if path is None else Path(path)
-        # As JSON reads it back: lists for tuples.
-        own = json.loads(json.dumps({"kvpass_eval": FORMAT, **header}))
         if self._path is None:
             return
+        # As JSON reads it back: lists for tuples.
+        own = json.loads(json.dumps({"kvpass_eval": 1, **header}))
         try:
             lines = self._path.read_text().splitlines(True) if self._path.exists() else []
+            # A line without an end was interrupted.
+            found = [json.loads(line) for line in lines if line.endswith("\n")]
             if lines:
-                _compare(path, own, json.loads(lines[0]))
-                # A line without an end was interrupted.
-                whole = [json.loads(line) for line in lines[1:] if line.endswith("\n")]
-                self.records = [r for r in whole if "problem" not in r]
+                self._compare(own, found[0] if found else None)
+            self.records = [r for r in found[1:] if "problem" not in r]
             head = {**own, "about": about}
-            written = "".join(json.dumps(r) + "\n" for r in (head, *self.records))
-            self._path.write_text(written)
+            self._path.write_text("".join(json.dumps(r) + "\n" for r in (head, *self.records)))
         except OSError as error:
             raise OptionError(f"'{path}' cannot be used: {error.strerror}.") from None
         except json.JSONDecodeError:
-            raise _strange(path) from None
+            self._compare(own, None)
 
     def add(self, record: Record) -> None:
         """Keeps a record, and appends it to the file."""
@@ -60,29 +58,16 @@ class Store:
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def done(self, recipe: str, task: str, **more: Any) -> bool:
-        """Whether there is a record of it."""
-        wanted = {"recipe": recipe, "task": task, **more}
-        return any(wanted.items() <= record.items() for record in self._plain())
+    def done(self, **wanted: Any) -> bool:
+        """Whether there is a record with these values."""
+        return any(wanted.items() <= record.items() for record in self.records)
 
-    def _plain(self) -> list[Record]:
-        keys = ("recipe", "task", "seed", "length")
-        return [{k: record[k] for k in keys if k in record} for record in self.records]
-
-
-def _compare(path: str | None, own: Mapping[str, Any], other: Any) -> None:
-    if not isinstance(other, dict) or "kvpass_eval" not in other:
-        raise _strange(path)
-    for name, value in own.items():
-        found = other.get(name)
-        if isinstance(value, dict) and isinstance(found, dict):
-            _compare(path, value, {"kvpass_eval": FORMAT, **found})
-        elif value != found:
-            raise OptionError(
-                f"'{path}' was measured with {name}={shown(found)}, not {shown(value)}: give "
-                "another file, or the same settings, texts and model."
-            )
-
-
-def _strange(path: str | None) -> OptionError:
-    return OptionError(f"'{path}' is no file of an evaluation; give another name.")
+    def _compare(self, own: Mapping[str, Any], other: Any) -> None:
+        if not isinstance(other, dict) or "kvpass_eval" not in other:
+            raise OptionError(f"'{self._path}' is no file of an evaluation; give another name.")
+        for name, value in own.items():
+            if value != (found := other.get(name)):
+                raise OptionError(
+                    f"'{self._path}' was measured with {name}={shown(found)}, not {shown(value)}: "
+                    "give another file, or the same settings, texts and model."
+                )

@@ -41,14 +41,15 @@ def test_neighbours_are_compared_over_the_same_tokens() -> None:
     """Texts differ by far more than recipes, which a difference by text does not see."""
     counts, easy = of(10, 10, 10), of(0, 100, 200)
     totals = {"worse": easy + of(9, 11, 10), "base": easy, "equal": easy + of(3, -2, 0)}
-    first, second, third = ranking(totals, counts)
-    assert [r.name for r in (first, second, third)] == ["base", "equal", "worse"]
-    assert first.behind is None
-    assert not first.tie
-    assert second.tie
-    assert not third.tie
+    found = ranking(totals, counts)
+    assert list(found) == ["base", "equal", "worse"]
+    (_, none), (_, tie), (value, behind) = found.values()
+    assert none is None
+    assert tie is not None
+    assert not tie.certain
+    assert behind is not None
+    assert behind.certain
     # Of 6, 13 and 10 more in ten tokens.
-    assert third.behind is not None
-    assert third.behind.mean == pytest.approx(29 / 30)
-    assert third.behind.error == pytest.approx(float(of(0.6, 1.3, 1).std()) / math.sqrt(3))
-    assert third.value.error > 4
+    assert behind.mean == pytest.approx(29 / 30)
+    assert behind.error == pytest.approx(float(of(0.6, 1.3, 1).std()) / math.sqrt(3))
+    assert value.error > 4

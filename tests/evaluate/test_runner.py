@@ -120,7 +120,7 @@ def test_what_is_calibrated_on_is_not_scored() -> None:
 def test_refusals() -> None:
     with pytest.raises(OptionError, match=r"Unknown recipe 'kivi-3bit'"):
         run(None, "kivi-3bit")
-    with pytest.raises(OptionError, match=r"the plain model is always there"):
+    with pytest.raises(OptionError, match=r"Recipe 'plain' is always measured"):
         run(None, "plain")
     with pytest.raises(OptionError, match=r"compiled; give it as it was"):
         run(None, subject=compiled(model(), "fp"))
