@@ -194,8 +194,9 @@ def _surprise(predicted: Tensor, tokens: Tensor) -> float:
 
 def step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Logits ``[B, V]`` after the last token of ``[B, T]``, in float32, and the cache."""
+    # Steps out of texts of all lengths share a graph, and so do prompts.
+    ids = ids.contiguous()
     if ids.shape[1] > 1:
-        # Prompts of all lengths share a graph.
         mark_dynamic(ids, 1)
     out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1].float(), out.past_key_values

@@ -17,7 +17,7 @@ from kvpass.evaluate.documents import Writer
 from kvpass.evaluate.plots import front
 from kvpass.evaluate.quality import recall_accuracy
 from tests.evaluate.test_tasks import tokenizer
-from tests.harness import compiled
+from tests.harness import compiled, graphs_compiled
 from tests.models import tiny_model
 
 # More than a piece each, of another content each.
@@ -50,7 +50,10 @@ def test_an_evaluation_goes_on_and_reports_everything(tmp_path: Path) -> None:
     ]
     # As if interrupted: a record is lost, and another cut off.
     path.write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:30])
+    graphs = graphs_compiled()
     again = run(path, "kivi-2bit,residual=32", COCKTAIL)
+    # A prompt and a step of each.
+    assert graphs_compiled() - graphs == 4
     whole, lost = found.records[:-2], found.records[-2]
     assert again.records[: len(whole)] == whole
     (made,) = [r for r in again.records[len(whole) :] if r["recipe"] == lost["recipe"]]
