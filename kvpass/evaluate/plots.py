@@ -12,13 +12,14 @@ from kvpass.evaluate.results import Results
 
 _COLUMNS = 4
 _MARKERS = "os^D"
-_DIVERGENCE = "divergence, nats per token"
+# Nats per token: what differs by less differs by rounding, and would stretch a logarithmic axis.
+_LEAST = 1e-7
 
 
 def draw(found: Results, folder: str) -> list[str]:
     """Writes the plots that there are measurements for, and returns their paths."""
     paths = []
-    drawings = {"pareto": _pareto, "depth": _depth} if found.ranks else {}
+    drawings = {"pareto": _pareto, "depth": _depth} if _diverging(found) else {}
     for name, drawing in (drawings | {"needle": _needle}).items():
         if (figure := drawing(found)) is not None:
             paths.append(str(Path(folder) / f"{name}.png"))
@@ -46,13 +47,14 @@ def _pareto(found: Results) -> Any:
     """Bits against divergence, and the front of what no other recipe beats in both."""
     figure, ((axes,),) = _figure(1, 1, 8, 4.5)
     points = []
-    for i, (name, (value, _)) in enumerate(found.ranks.items()):
+    for i, name in enumerate(_diverging(found)):
+        value, _ = found.ranks[name]
         points.append((found.quality[name]["bits"], value.mean))
         _errors(axes, i, name, [points[-1][0]], [value])
     axes.plot(*zip(*front(points), strict=True), "--", color="grey", zorder=0, label="Pareto front")
     tokens = next(iter(found.quality.values()))["cached"]
-    axes.set(xlabel=f"bits per element after {tokens:,} tokens, exact ones included")
-    return _finished(figure, axes)
+    axes.set_xlabel(f"bits per element after {tokens:,} tokens, exact ones included")
+    return _finished(figure, axes, found)
 
 
 def _depth(found: Results) -> Any:
@@ -60,14 +62,14 @@ def _depth(found: Results) -> Any:
     figure, ((axes,),) = _figure(1, 1, 8, 4.5)
     edges = found.settings.edges
     middles = [math.sqrt(a * b) for a, b in pairwise(edges)]
-    for i, name in enumerate(found.ranks):
+    for i, name in enumerate(_diverging(found)):
         values = [found.mean(name, "kl", bucket) for bucket in range(len(middles))]
         # Beside each other, where errors would overlap.
         _errors(axes, i, name, [x * 1.01 ** (i - len(found.ranks) / 2) for x in middles], values)
     axes.set_xscale("log", base=2)
     axes.set_xticks(middles, [f"{a}-{b}" for a, b in pairwise(edges)])
     axes.set_xlabel("tokens of context")
-    return _finished(figure, axes)
+    return _finished(figure, axes, found)
 
 
 def _errors(axes: Any, i: int, name: str, xs: Sequence[float], values: Sequence[Any]) -> None:
@@ -75,9 +77,16 @@ def _errors(axes: Any, i: int, name: str, xs: Sequence[float], values: Sequence[
     axes.errorbar(xs, [v.mean for v in values], [v.error for v in values], **style)
 
 
-def _finished(figure: Any, axes: Any) -> Any:
-    axes.set(yscale="log", ylabel=_DIVERGENCE)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+def _diverging(found: Results) -> list[str]:
+    return [name for name, (value, _) in found.ranks.items() if value.mean > _LEAST]
+
+
+def _finished(figure: Any, axes: Any, found: Results) -> Any:
+    axes.set(yscale="log", ylabel="divergence, nats per token")
+    equal = [name for name in found.ranks if name not in _diverging(found)]
+    title = f"as the plain model:\n{', '.join(equal)}" if equal else None
+    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axes.legend(title=title, fontsize=7, title_fontsize=7, **place)
     return figure
 
 

@@ -27,7 +27,10 @@ def sections(evaluation: Evaluation) -> list[Section]:
         _by_depth(found, "The plain model's most likely token, % of positions", _same),
     ]
     if found.settings.tasks:
-        note = "mean over {} documents or more a task; *: more than two standard errors from plain"
+        note = (
+            "means over {} documents or more a task; *: more than two standard errors from plain, "
+            "paired; rows are in the order of their divergence"
+        )
         tables.append(_of_tasks(found, "Questions answered, all tokens right", _right, note))
         title = "Log-probability of the right answer, nats per token"
         note = "plain: itself; others: change against plain, paired by document, ± standard error"
@@ -73,10 +76,11 @@ def _ranking(found: Results, notes: tuple[str, ...]) -> Section:
         else:
             cells.append(found.reasons.get(name, "not measured"))
         rows.append(cells)
-    sizes = f"KiB of a sequence and bits per element: all that is held after {' or '.join(lengths)}"
+    tokens = " or ".join(sorted(lengths))
+    sizes = f"KiB of a sequence and bits per element: all that is held after {tokens} tokens"
     tie = f"{_ERRORS}; tie: within two of them, noise alone could put the row above the other"
     title = "Recipes by divergence from the plain model, 0.001 nats per token"
-    return Section(title, header, rows, [tie, f"{sizes} tokens, exact ones included", *notes])
+    return Section(title, header, rows, [tie, f"{sizes}, exact ones included", *notes])
 
 
 def _by_depth(found: Results, title: str, cell: Callable[..., str]) -> Section:
@@ -98,7 +102,7 @@ def _of_tasks(
 
 
 def _divergence(found: Results, name: str, bucket: int | None = None) -> str:
-    return "0" if name == PLAIN else f"{1000 * found.mean(name, 'kl', bucket):.2f}"
+    return "0" if name == PLAIN else f"{1000 * found.mean(name, 'kl', bucket):z.2f}"
 
 
 def _perplexity(found: Results, name: str, bucket: int | None = None) -> str:
@@ -106,7 +110,7 @@ def _perplexity(found: Results, name: str, bucket: int | None = None) -> str:
     if name == PLAIN:
         return perplexity
     # A small change of the logarithm is a relative one.
-    return f"{perplexity} {100 * found.mean(name, 'nll', bucket, PLAIN):+.2f}%"
+    return f"{perplexity} {100 * found.mean(name, 'nll', bucket, PLAIN):+z.2f}%"
 
 
 def _same(found: Results, name: str, bucket: int | None = None) -> str:
@@ -123,4 +127,4 @@ def _logprob(found: Results, name: str, task: str) -> str:
     if name == PLAIN:
         return f"{found.answered(name, task, 'logprob').mean:.2f}"
     change = found.answered(name, task, "logprob", against=PLAIN)
-    return "-" if math.isnan(change.mean) else f"{change:+.2f}"
+    return "-" if math.isnan(change.mean) else f"{change:+z.2f}"

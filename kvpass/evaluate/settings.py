@@ -44,7 +44,7 @@ class Settings:
     batch: int = 24
     tasks: tuple[str, ...] = tuple(TASKS)
     lengths: tuple[int, ...] | None = None
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: tuple[float, ...] = (0.0, 0.33, 0.67, 1.0)
     seeds: int = 3
     samples: int = 16
     inner: str = "inductor"
