@@ -59,7 +59,7 @@ class Writer:
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        lines = [line for text in texts for line in text.splitlines(keepends=True) if line.strip()]
+        lines = [f"{line}\n" for text in texts for line in text.splitlines() if line.strip()]
         self._filler = lines or [_FILLER]
         self.start = start_ids(tokenizer)
         self.words = words_of(tokenizer)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvpass.bench.device import machine
 from kvpass.bench.report import Section, check_outputs, write_text
+from kvpass.errors import OptionError
 from kvpass.evaluate.results import Results
 from kvpass.evaluate.runner import PLAIN, Evaluation
 
@@ -45,7 +46,10 @@ def write_report(evaluation: Evaluation, folder: str, plots: bool = True) -> lis
     Raises:
         OptionError: if it cannot be written, or matplotlib is missing.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"'{folder}' cannot be made: {error.strerror}.") from None
     markdown, data = (str(Path(folder) / name) for name in ("report.md", "report.json"))
     check_outputs(data, str(Path(folder) / "pareto.png") if plots else None)
     drawn: list[str] = []

@@ -90,10 +90,10 @@ def evaluate(
     planners = {name: _planner(name) for name in recipes}
     calibrates = any(isinstance(p, Recipe) and p.calibrated for p in planners.values())
     held_out, own, sentence = split_texts(texts, calibration_texts, calibrates)
-    run = _Run(model, tokenizer, (settings or Settings()).of_model(model.config), held_out, own)
-    run.progress = progress
+    wanted = (settings or Settings()).of_model(model.config)
+    run = _Run(model, tokenizer, wanted, held_out, own, progress)
     header = {
-        **asdict(run.settings),
+        **asdict(wanted),
         "model": _digest(fingerprint(model, [""])),
         "texts": _digest([held_out, own]),
     }
@@ -107,19 +107,24 @@ def evaluate(
                 raise
             problem = cut(str(error)) or type(error).__name__
             store.add({"recipe": name, "task": "all", "problem": problem})
-    return Evaluation(run.settings, tuple(planners), store.records, notes)
+    return Evaluation(wanted, tuple(planners), store.records, notes)
 
 
 class _Run:
     """A model and what it is judged by."""
 
-    progress = True
-
     def __init__(
-        self, model: Any, tokenizer: Any, settings: Settings, texts: list[str], own: list[str]
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Settings,
+        texts: list[str],
+        calibration_texts: list[str],
+        progress: bool,
     ) -> None:
-        self._model, self._tokenizer, self.settings = model, tokenizer, settings
-        self._calibration_texts, self._writer = own, Writer(tokenizer, texts)
+        self._model, self._tokenizer, self._settings = model, tokenizer, settings
+        self._calibration_texts, self._progress = calibration_texts, progress
+        self._writer = Writer(tokenizer, texts)
         ids = [torch.tensor(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
         self._batches = text_batches(ids, self._writer.start, settings)
         self._reference = Reference(model, self._batches, settings.prompt)
@@ -129,7 +134,7 @@ class _Run:
         """What is scored, as a sentence."""
         texts = torch.cat([b.texts[b.lengths > 0] for b in self._batches])
         lengths = torch.cat([b.lengths[b.lengths > 0] for b in self._batches])
-        prompt = self.settings.prompt
+        prompt = self._settings.prompt
         return (
             f"{int((lengths - prompt).sum()):,} tokens scored, in {len(texts)} pieces of "
             f"{len(texts.unique())} texts, behind a prompt of {prompt}"
@@ -137,8 +142,8 @@ class _Run:
 
     @cached_property
     def _samples(self) -> dict[int, list[Sample]]:
-        lengths = (self.settings.lengths or ()) if self.settings.tasks else ()
-        return {length: self._writer.samples(self.settings, length) for length in lengths}
+        lengths = (self._settings.lengths or ()) if self._settings.tasks else ()
+        return {length: self._writer.samples(self._settings, length) for length in lengths}
 
     def measure(self, name: str, planner: Recipe | Plan | None, store: Store) -> None:
         """Makes the measurements of a recipe that there are no records of."""
@@ -165,13 +170,13 @@ class _Run:
     def _compiled(self, planner: Recipe | Plan) -> Any:
         """The model with that recipe, calibrated if need be; the weights are shared."""
         if isinstance(planner, Recipe) and planner.calibrated:
-            own, samples = self._calibration_texts, self.settings.samples
-            more: dict[str, Any] = {"tokenizer": self._tokenizer, "progress": self.progress}
+            own, samples = self._calibration_texts, self._settings.samples
+            more: dict[str, Any] = {"tokenizer": self._tokenizer, "progress": self._progress}
             planner = calibrate(self._model, planner, own, samples=samples, **more)
         # Dynamo counts the graphs of all models of one class together, and stops at eight.
         torch.compiler.reset()
         twin = copy.copy(self._model)
-        twin.compile(backend="kvpass", options={"recipe": planner, "inner": self.settings.inner})
+        twin.compile(backend="kvpass", options={"recipe": planner, "inner": self._settings.inner})
         return twin
 
     def _chooser(self, planner: Recipe | Plan | None) -> Chooser | None:
@@ -191,15 +196,15 @@ class _Run:
     @torch.no_grad()
     def _quality(self, name: str, model: Any) -> Record:
         """`SUMS` by text and bucket, and the size of the cache behind the longest texts."""
-        start, prompt = time.perf_counter(), self.settings.prompt
+        start, prompt = time.perf_counter(), self._settings.prompt
         texts = 1 + max(int(batch.texts.max()) for batch in self._batches)
-        buckets = len(self.settings.edges) - 1
+        buckets = len(self._settings.edges) - 1
         sums, size = torch.zeros(texts, buckets, len(SUMS), dtype=torch.float64), Record()
         for number, batch in enumerate(self._batches):
             pairs = self._pairs(model, number, size)
             steps = batch.ids.shape[1] - prompt
-            bar = tqdm(pairs, f"{name}: texts", steps, False, disable=not self.progress)
-            own = batch_sums(bar, batch, prompt, self.settings.edges)
+            bar = tqdm(pairs, f"{name}: texts", steps, False, disable=not self._progress)
+            own = batch_sums(bar, batch, prompt, self._settings.edges)
             sums.index_add_(0, batch.texts, own)
         return {"sums": sums.tolist(), "seconds": time.perf_counter() - start, **size}
 
@@ -212,7 +217,7 @@ class _Run:
             size.update(self._reference.size)
             return
         ids, held = self._batches[number].ids.to(model.device), None
-        own = predictions(model, ids, self.settings.prompt)
+        own = predictions(model, ids, self._settings.prompt)
         for plain, (_, found, cache) in zip(expected, own, strict=True):
             held = cache
             yield plain, found
@@ -222,8 +227,8 @@ class _Run:
         self, name: str, model: Any, length: int, samples: list[Sample], chooser: Chooser | None
     ) -> Iterator[Record]:
         """Records of tasks and seeds at a length."""
-        start, batch = time.perf_counter(), self.settings.batch
-        label = f"{name}: tasks, {length} tokens" if self.progress else None
+        start, batch = time.perf_counter(), self._settings.batch
+        label = f"{name}: tasks, {length} tokens" if self._progress else None
         found, cache = answers(model, self._tokenizer, samples, batch, chooser, label)
         more = {"seconds_of_length": time.perf_counter() - start, **cache_size(cache)}
         pairs = zip(samples, found, strict=True)
