@@ -73,8 +73,10 @@ def _depth(found: Results) -> Any:
 
 
 def _errors(axes: Any, i: int, name: str, xs: Sequence[float], values: Sequence[Any]) -> None:
-    style = {"marker": _MARKERS[i % 4], "color": f"C{i % 10}", "capsize": 2, "label": name}
-    axes.errorbar(xs, [v.mean for v in values], [v.error for v in values], **style)
+    from matplotlib import colormaps
+
+    style = {"marker": _MARKERS[i % 4], "color": colormaps["tab20"](i % 20), "capsize": 2}
+    axes.errorbar(xs, [v.mean for v in values], [v.error for v in values], label=name, **style)
 
 
 def _diverging(found: Results) -> list[str]:
