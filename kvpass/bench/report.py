@@ -38,6 +38,12 @@ class Section:
             lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
+    def markdown(self) -> str:
+        """The same as a Markdown table with a list of notes."""
+        table = [self.header, ["---"] * len(self.header), *self.rows]
+        lines = ["| " + " | ".join(row) + " |" for row in table]
+        return "\n".join([self.title, "", *lines, "", *(f"- {note}" for note in self.notes)])
+
 
 def number(x: float) -> str:
     """Three significant digits, without an exponent."""

@@ -53,11 +53,7 @@ def _packed(own: Sequence[Outcome]) -> str:
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """The same as a Markdown table with a list of notes."""
-    section = zoo_section(outcomes)
-    table = [section.header, ["---"] * len(section.header), *section.rows]
-    lines = ["| " + " | ".join(row) + " |" for row in table]
-    notes = [f"- {note}" for note in section.notes]
-    return "\n".join([section.title, "", *lines, "", *notes]) + "\n"
+    return zoo_section(outcomes).markdown() + "\n"
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:

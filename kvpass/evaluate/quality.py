@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvpass._torch import is_compiled
+from kvpass._torch import is_compiled, mark_dynamic
 from kvpass.errors import OptionError, check_whole
 from kvpass.tensor.size import held_bytes, stored_bits
 
@@ -73,7 +73,7 @@ def perplexity(
     """
     total, count = 0.0, 0
     for ids in _bar(_batches(texts, prompt, batch), "perplexity", progress):
-        for position, found in _predictions(model, ids, prompt, new_cache):
+        for position, found, _ in predictions(model, ids, prompt, new_cache):
             total += _surprise(found, ids[:, position])
             count += len(ids)
     return math.exp(total / count)
@@ -108,9 +108,9 @@ def quality(
         )
     total, apart, count = 0.0, 0.0, 0
     for ids in _bar(_batches(texts, prompt, batch), "quality", progress):
-        plain = _predictions(model if reference is None else reference, ids, prompt, None)
-        packed = _predictions(model, ids, prompt, new_cache)
-        for (position, expected), (_, found) in zip(plain, packed, strict=True):
+        plain = predictions(model if reference is None else reference, ids, prompt)
+        packed = predictions(model, ids, prompt, new_cache)
+        for (position, expected, _), (_, found, _) in zip(plain, packed, strict=True):
             total += _surprise(found, ids[:, position])
             apart += float((expected.exp() * (expected - found)).sum())
             count += len(ids)
@@ -133,11 +133,18 @@ def recall_accuracy(
     """
     right, count = 0, 0
     for prompt in _bar(prompts, "recall", progress):
-        _, cache = _call(model, prompt.document[None], new_cache() if new_cache else None)
+        _, cache = step(model, prompt.document[None], new_cache() if new_cache else None)
         for question, answer in prompt.queries:
             right += _answers(model, copy.deepcopy(cache), question, answer)
             count += 1
     return right / count
+
+
+def cache_size(cache: Any) -> dict[str, Any]:
+    """`cache_bytes` by name, of one of its sequences, and how many tokens that has."""
+    held, bits = cache_bytes(cache)
+    rows, tokens = len(cache.layers[0].keys), int(cache.get_seq_length())
+    return {"bytes": held // rows, "bits": bits, "cached": tokens}
 
 
 def first_difference(a: Tensor, b: Tensor) -> int | None:
@@ -168,16 +175,16 @@ def _batches(texts: Sequence[Tensor], prompt: int, batch: int) -> list[Tensor]:
     return [ids for run in same for ids in run.split(batch)]
 
 
-def _predictions(
-    model: Any, ids: Tensor, prompt: int, new_cache: NewCache | None
-) -> Iterator[tuple[int, Tensor]]:
-    """Every position ``prompt ... T - 1``, with the log-probabilities ``[B, V]`` that the tokens
-    ``[B, T]`` before it predict."""
-    logits, cache = _call(model, ids[:, :prompt], new_cache() if new_cache else None)
-    yield prompt, logits.log_softmax(-1)
+def predictions(
+    model: Any, ids: Tensor, prompt: int, new_cache: NewCache | None = None
+) -> Iterator[tuple[int, Tensor, Any]]:
+    """Every position ``prompt ... T - 1``, with the log-probabilities ``[B, V]`` in float32 that
+    the tokens ``[B, T]`` before it predict, and the cache, which holds those tokens."""
+    logits, cache = step(model, ids[:, :prompt], new_cache() if new_cache else None)
+    yield prompt, logits.log_softmax(-1), cache
     for position in range(prompt + 1, ids.shape[1]):
-        logits, _ = _call(model, ids[:, position - 1 : position], cache)
-        yield position, logits.log_softmax(-1)
+        logits, _ = step(model, ids[:, position - 1 : position], cache)
+        yield position, logits.log_softmax(-1), cache
 
 
 def _surprise(predicted: Tensor, tokens: Tensor) -> float:
@@ -185,8 +192,12 @@ def _surprise(predicted: Tensor, tokens: Tensor) -> float:
     return -float(predicted.gather(1, tokens[:, None].to(predicted.device)).sum())
 
 
-def _call(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+def step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Logits ``[B, V]`` after the last token of ``[B, T]``, in float32, and the cache."""
+    # Steps out of texts of all lengths share a graph, and so do prompts.
+    ids = ids.contiguous()
+    if ids.shape[1] > 1:
+        mark_dynamic(ids, 1)
     out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1].float(), out.past_key_values
 
@@ -194,11 +205,11 @@ def _call(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
 def _answers(model: Any, cache: Any, question: Tensor, answer: Tensor) -> bool:
     """Whether the greedy continuation of ``question`` is ``answer``."""
     for token in question:
-        logits, _ = _call(model, token.view(1, 1), cache)
+        logits, _ = step(model, token.view(1, 1), cache)
     for token in answer[:-1]:
         if int(logits.argmax()) != int(token):
             return False
-        logits, _ = _call(model, token.view(1, 1), cache)
+        logits, _ = step(model, token.view(1, 1), cache)
     return int(logits.argmax()) == int(answer[-1])
 
 
