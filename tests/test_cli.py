@@ -238,3 +238,38 @@ def test_a_model_without_a_cache(capsys, tmp_path):
     )
     assert "keeps no keys and values" in failure(capsys, "explain", str(config))
     assert "keeps no keys and values" in failure(capsys, "estimate", str(config))
+
+
+def test_eval(capsys, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "judged"
+    text.write_text(" ".join(f"name_{i} = {i * 7919 % 1000}\n" for i in range(200)))
+    arguments = ["eval", MODEL, str(text), "--out", str(out), "--recipes", "fp,kivi-2bit,group=16"]
+    arguments += ["--prompt", "40", "--length", "100", "--tokens", "60", "--batch", "1",
+                  "--tasks", "passkey", "--lengths", "90", "--seeds", "1", "--inner", "eager",
+                  "--no-plots"]  # fmt: skip
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "kivi-2bit,group=16" in said
+    assert "passkey" in said
+    assert {p.name for p in out.iterdir()} == {"measurements.jsonl", "report.md", "report.json"}
+    assert main(arguments) == 0
+    # Nothing is measured again.
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--tasks", "needel"], "kvpass: Unknown task 'needel'. Did you mean"),
+        (["--recipes", "kivi"], "kvpass: Unknown recipe 'kivi'. Did you mean"),
+        (["--length", "100000"], "kvpass: A length of 100000 is not supported; allowed: up to"),
+        (["--calibration", "none.txt"], "kvpass: Text file 'none.txt' does not exist."),
+        (["--seeds", "0"], "kvpass eval: Invalid value for '--seeds'"),
+    ],
+)
+def test_mistakes_of_eval(more, sentence, capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a = 1\n" * 400)
+    command = ["eval", MODEL, str(text), "--out", str(tmp_path / "judged"), "--no-plots", *more]
+    assert main(command) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from kvpass.cli import bench, calibrate, estimate, explain, kernels, run, zoo
+from kvpass.cli import bench, calibrate, estimate, evaluate, explain, kernels, run, zoo
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
@@ -27,6 +27,7 @@ for command in (
     bench.bench,
     calibrate.calibrate,
     estimate.estimate,
+    evaluate.evaluate,
     explain.explain,
     kernels.kernels,
     calibrate.profile,

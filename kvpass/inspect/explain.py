@@ -52,9 +52,6 @@ class Explanation:
         before and after, the generated kernels, and bytes against tokens, computed of the plans.
 
         It loads nothing from elsewhere.
-
-        Raises:
-            OptionError: if Pygments is not installed.
         """
         return render(self.model, self.graphs, str(self))
 
@@ -62,7 +59,7 @@ class Explanation:
         """Writes `html` to a file, and returns its path.
 
         Raises:
-            OptionError: if Pygments is not installed, or the path is a folder.
+            OptionError: if the path is a folder.
         """
         target = Path(path)
         if target.is_dir():

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from pygments import format as formatted
+from pygments import lex, token
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_for_filename
 
-from kvpass.errors import OptionError
 from kvpass.inspect.cells import Cell, model_cells
 from kvpass.inspect.chart import HEIGHT, LEFT, TOP, WIDTH, cache_points, chart, readable
 from kvpass.inspect.report import GraphReport
@@ -92,15 +94,7 @@ def render(model: str, graphs: Sequence[GraphReport], summary: str) -> str:
         model: the name of its class.
         graphs: the compiled ones.
         summary: the same in words.
-
-    Raises:
-        OptionError: if Pygments is not installed.
     """
-    if find_spec("pygments") is None:
-        raise OptionError(
-            "The page needs Pygments, which is not installed: pip install 'kvpass[cli]'; "
-            "print(kvpass.explain(model)) does without."
-        )
     cells = model_cells(graphs)
     diffs = {report.index: site_diffs(report, list(cells)) for report in graphs}
     layers = [_layer(path, own, graphs, diffs) for path, own in cells.items()]
@@ -259,11 +253,6 @@ def kernels(graphs: Iterable[GraphReport]) -> list[Kernel]:
 
 def _highlighted(text: str, file: str) -> Markup:
     """``text`` with a span around every comment, keyword, string, number and defined name."""
-    from pygments import format as formatted
-    from pygments import lex, token
-    from pygments.formatters import HtmlFormatter
-    from pygments.lexers import get_lexer_for_filename
-
     kept = (
         token.Comment.Preproc,
         token.Comment,

@@ -152,12 +152,6 @@ def test_a_model_without_graphs():
     assert "has compiled no graph of Linear" in Parsed(html).text
 
 
-def test_pygments_is_asked_for(packed, monkeypatch):
-    monkeypatch.setattr(page, "find_spec", lambda name: None)
-    with pytest.raises(OptionError, match=r"pip install 'kvpass\[cli\]'"):
-        packed.html()
-
-
 def test_events_name_the_nodes_of_both_graphs(packed):
     decode = packed.graphs[1]
     before, after = ({n.name for n in g.graph.nodes} for g in (decode.before, decode.after))
