@@ -117,7 +117,7 @@ class Conversation:
 
     @property
     def usage(self) -> Usage:
-        """Of the reply that is being written, or of the last."""
+        """The usage of the reply that is being written, or of the last."""
         layers = [x for x in getattr(self._cache, "layers", []) if x.is_initialized]
         if not layers:
             return Usage(0, 0, 0, 0.0, 0.0)

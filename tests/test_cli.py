@@ -199,7 +199,7 @@ def test_estimate(capsys, tmp_path):
         ("llama-3.1-8b --memory 16GiB", "Another device needs both --memory and --bandwidth."),
         ("llama-3.1-8b --memory much --bandwidth 1", "Size 'much' cannot be read; allowed: e.g."),
         ("llama-3.1-8b --recipes kivi", "Unknown recipe 'kivi'. Did you mean"),
-        ("llama --context 0", "context=0 is not supported"),
+        ("llama-3.1-8b --context 0", "context=0 is not supported"),
         ("llama", "Unknown preset or model folder 'llama'."),
     ],
 )
@@ -217,7 +217,7 @@ def test_explain(capsys, tmp_path):
     said = capsys.readouterr().out
     assert said.startswith("kvpass: 2 graph(s) of LlamaForCausalLM")
     assert "cache now: 4 tensors of 302 tokens" in said
-    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text().startswith("<!DOCTYPE html>")
     assert (folder / "explain.txt").read_text() in said
     rows = json.loads(out.read_text())["results"]
     assert [row["kind"] for row in rows] == ["prefill", "decode"]

@@ -114,8 +114,9 @@ def test_a_chat(tmp_path, monkeypatch, capsys):
     assert "recipe kivi-2bit, run by eager" in said
     assert "'no/x.json' cannot be written" in said
     assert said.count("/recipe NAME") == 2
-    assert [m["content"] for m in json.loads(saved.read_text())][::2] == list(TEXTS[:2])
-    assert page.read_text().startswith("<!doctype html>")
+    said = [m["content"] for m in json.loads(saved.read_text())][::2]
+    assert said == list(TEXTS[:2])
+    assert page.read_text().startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _chat(talk: Conversation, console: Console) -> None:
     console.print(Text(_HELP, style="dim"))
     while True:
         try:
-            text = console.input("[bold]> [/]").strip()
+            text = console.input("[bold]> [/]")
         except (EOFError, KeyboardInterrupt):
             return
         if text == "/quit":

@@ -110,8 +110,6 @@ def model_shape(config: Any, dtype: torch.dtype) -> ModelShape:
         states += sum(t.nbytes for t in _states(layer))
         if isinstance(getattr(layer, "keys", None), Tensor):
             layers[number] = _layer_shape(layer, text)
-    if not layers and not states:
-        raise OptionError(f"A {family} model fills no cache of transformers.")
     if not layers:
         raise OptionError(f"A {family} model keeps no keys and values: there is nothing to pack.")
     matrices, experts, share = _weights(model, text)
