@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import random
@@ -122,3 +123,20 @@ def recall_document(
     while len(asked) < n_queries:
         asked += rng.sample(list(values), min(len(values), n_queries - len(asked)))
     return RecallDocument("".join(lines), tuple(asked), tuple(values[name] for name in asked))
+
+
+def main() -> None:
+    """Prints the held-out files; ``--training N``: instead N of the others, evenly spread, with
+    commas between them."""
+    parser = argparse.ArgumentParser(description="Texts held out of the small model's training.")
+    parser.add_argument("--training", type=int, metavar="N", help="N files that it has seen")
+    count = parser.parse_args().training
+    if count is None:
+        print("\n".join(map(str, held_out_files())))
+    else:
+        files = training_files()
+        print(",".join(map(str, files[:: max(1, len(files) // count)])))
+
+
+if __name__ == "__main__":
+    main()

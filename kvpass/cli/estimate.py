@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvpass.cli.options import given, json_file, model_argument, recipes
+from kvpass.cli.options import given, json_file, model_argument, named, recipes
 from kvpass.cli.output import show
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def estimate(
         dtype=getattr(torch, dtype),
         efficiency=efficiency,
     )
-    found = predict(setting, recipes)
+    found = predict(setting, named(recipes))
     show(estimate_section(setting, found))
     write_json(json, "estimate", given(), estimate_json(setting, found))
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kvpass.cli.models import check_texts, load_model, read_texts
-from kvpass.cli.options import POSITIVE, ListOf, loading, model_argument, recipes
+from kvpass.cli.options import POSITIVE, ListOf, loading, model_argument, named, recipes
 from kvpass.cli.output import show
 
 
@@ -51,10 +51,10 @@ def evaluate(
     lengths: list[int] | None,
     **settings: Any,
 ) -> None:
-    """Judges RECIPES on MODEL, a folder or a name on the Hugging Face hub, token by token through
+    """Judges recipes on MODEL, a folder or a name on the Hugging Face hub, token by token through
     the cache: divergence from the plain model by depth, perplexity, agreement, and generated tasks
-    (needles, RULER's, exact copies). Standard errors say which recipes tie. Whoever calls it again
-    goes on where it stopped.
+    (needles, RULER's, exact copies). Standard errors say which recipes tie. Called again, it goes
+    on where it stopped. --recipes all takes every recipe.
     """
     from kvpass.bench.report import check_outputs
     from kvpass.errors import OptionError
@@ -72,7 +72,7 @@ def evaluate(
         raise OptionError(f"'{out}' cannot be a folder: {error.strerror}.") from None
     found = judge(
         *load_model(model, dtype, device),
-        recipes,
+        named(recipes),
         read_texts(texts),
         chosen,
         calibration_texts=read_texts(calibration) if calibration else None,

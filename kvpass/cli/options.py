@@ -77,6 +77,13 @@ def recipes(default: str | None = "kivi-4bit,kivi-2bit") -> Decorator:
     return click.option("--recipes", type=Recipes(), default=default, help=text)
 
 
+def named(names: list[str]) -> list[str]:
+    """The recipes of ``--recipes``; ``all`` stands for every one."""
+    from kvpass.recipes import RECIPES
+
+    return list(RECIPES) if names == ["all"] else names
+
+
 def outputs(plot: str = "Draw the result; needs kvpass[plot].") -> Decorator:
     """``--json`` and ``--plot``."""
     return together(json_file, click.option("--plot", metavar="FILE", help=plot))
