@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, takewhile
@@ -28,6 +28,8 @@ from kvpass.tensor.size import held_bytes, stored_bits
 
 # Lines that a kernel begins with as another one does are left out if there are so many.
 _MOST_REPEATED = 40
+# Bytes of source, before it is highlighted.
+_MOST_SOURCE = 400_000
 _LANGUAGES = {".py": "Python, with Triton", ".cpp": "C++"}
 
 
@@ -98,6 +100,7 @@ def render(model: str, graphs: Sequence[GraphReport], summary: str) -> str:
     cells = model_cells(graphs)
     diffs = {report.index: site_diffs(report, list(cells)) for report in graphs}
     layers = [_layer(path, own, graphs, diffs) for path, own in cells.items()]
+    recent, left_out = recent_files(graphs)
     points = cache_points([cell for own in cells.values() for cell in own])
     return _environment().get_template("page.html.jinja").render(
         model=model,
@@ -107,7 +110,8 @@ def render(model: str, graphs: Sequence[GraphReport], summary: str) -> str:
         layers=layers,
         legend=legend(cell for layer in layers for cell in layer.cells),
         diffs=diffs,
-        kernels=kernels(graphs),
+        kernels=kernels(recent),
+        left_out=left_out,
         chart=chart(points) if points and cells else None,
         dtypes=sorted({str(c.dtype).removeprefix("torch.") for own in cells.values() for c in own}),
         area={"left": LEFT, "top": TOP, "width": WIDTH, "height": HEIGHT},
@@ -229,14 +233,25 @@ def legend(cells: Iterable[Cell]) -> list[Cell]:
     return [cell for *_, cell in sorted(order, key=lambda item: item[:3])]
 
 
-def kernels(graphs: Iterable[GraphReport]) -> list[Kernel]:
-    """The source files that this process has generated, each op's together."""
+def recent_files(graphs: Iterable[GraphReport]) -> tuple[dict[Path, str], int]:
+    """The source files that this process generated last, with their ops, as many as a page should
+    have; and how many others there are, which may belong to other models."""
     files = {path: op for report in graphs for path, op in report.kernels().items()}
+    files = {path: op for path, op in files.items() if path.exists()}
+    room, recent = _MOST_SOURCE, {}
+    for path, op in reversed(files.items()):
+        room -= path.stat().st_size
+        if room < 0:
+            break
+        recent[path] = op
+    return recent, len(files) - len(recent)
+
+
+def kernels(files: Mapping[Path, str]) -> list[Kernel]:
+    """These source files, each op's together."""
     shown: list[Kernel] = []
     texts: dict[str, list[str]] = {}
     for path, op in sorted(files.items(), key=lambda item: (item[1], item[0].name)):
-        if not path.exists():
-            continue
         lines = path.read_text(encoding="utf-8").splitlines()
         like, skipped = "", 0
         for other, known in texts.items():
