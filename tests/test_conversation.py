@@ -42,7 +42,7 @@ def completed(plain, tokenizer, ids):
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("template", [None, TURNS, FORGETFUL])
+@pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_replies_are_those_to_the_whole_text(template, plain):
     talk = talking(template=template)
     for text in TEXTS:

@@ -223,7 +223,7 @@ VARIANTS = {
 # The interpreter takes seconds for each: all with one pair of formats, some with the others.
 VARIED = [
     *((name, kivi(2)) for name in VARIANTS),
-    *((name, pair) for pair in (kivi(4), ("fp", "fp"), ("fp", kivi(4)[1]))
+    *((name, pair) for pair in (kivi(4), ("fp", "fp"))
       for name in ("causal-window", "all")),
 ]  # fmt: skip
 
