@@ -55,12 +55,19 @@ def written_planner(text: str) -> Recipe | Plan:
 
     Raises:
         OptionError: if a name, a field or a value is not allowed.
-        PlanError: if the plan's file cannot be read, or the recipe needs one.
+        PlanError: if the plan's file cannot be read.
     """
-    if text.endswith(".safetensors"):
-        return Plan.load(text)
-    found = written_recipe(text)
-    if found.calibrated:
+    return Plan.load(text) if text.endswith(".safetensors") else written_recipe(text)
+
+
+def ready_planner(text: str) -> Recipe | Plan:
+    """`written_planner` of what compiles as it is.
+
+    Raises:
+        PlanError: also if the recipe is calibrated.
+    """
+    found = written_planner(text)
+    if isinstance(found, Recipe) and found.calibrated:
         raise calibration_needed(found.name)
     return found
 

@@ -12,6 +12,8 @@ import pytest
 from kvpass import Plan
 from kvpass.cli import main
 from kvpass.errors import OptionError
+from kvpass.format.parse import parse_plan
+from kvpass.plan import LayerPlan
 from lowering.triton import inspection
 from tests.command import failure
 
@@ -249,6 +251,15 @@ def test_eval(capsys, tmp_path):
     assert "kivi-2bit" in said
     assert "passkey" in said
     assert {p.name for p in out.iterdir()} == {"measurements.jsonl", "report.md", "report.json"}
+    # A recipe that fails says so, and those before it are not measured again.
+    plan = parse_plan("int8.token48/window=16,pack_every=1")
+    Plan(LayerPlan(plan, plan)).save(tmp_path / "plan.safetensors")
+    arguments[arguments.index("kivi-2bit")] = f"kivi-2bit,{tmp_path}/plan.safetensors"
+    assert main(arguments) == 1
+    again = capsys.readouterr().out
+    row = next(r.split() for r in said.splitlines() if r.startswith("kivi-2bit "))
+    assert row in [r.split() for r in again.splitlines()]
+    assert "cannot be stored as" in again
 
 
 @pytest.mark.parametrize(

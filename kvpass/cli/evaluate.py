@@ -50,11 +50,11 @@ def evaluate(
     tasks: list[str] | None,
     lengths: list[int] | None,
     **settings: Any,
-) -> None:
+) -> int:
     """Judges recipes on MODEL, a folder or a name on the Hugging Face hub, token by token through
     the cache: divergence from the plain model by depth, perplexity, agreement, and generated tasks
     (needles, RULER's, exact copies). Standard errors say which recipes tie. Called again, it goes
-    on where it stopped. --recipes all takes every recipe.
+    on where it stopped. --recipes all takes every recipe. Exits with 1 if a recipe failed.
     """
     from kvpass.bench.report import check_outputs
     from kvpass.errors import OptionError
@@ -82,3 +82,4 @@ def evaluate(
         show(section)
         print()
     print("\n".join(write_report(found, out, plots=not no_plots)))
+    return int(any("problem" in record for record in found.records))

@@ -42,11 +42,11 @@ def explain(
     """
     import kvpass
     from kvpass.bench.report import check_outputs, write_json
-    from kvpass.options import written_planner
+    from kvpass.options import ready_planner
 
     for path in (html, json):
         check_outputs(path)
-    options = {"recipe": written_planner(recipe), "inner": inner, "strict": strict}
+    options = {"recipe": ready_planner(recipe), "inner": inner, "strict": strict}
     loaded = load_or_make_model(model, dtype, device)
     cache = _run(loaded, tokens, options)
     shown = kvpass.explain(loaded)

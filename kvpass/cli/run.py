@@ -51,9 +51,9 @@ def run(
     has no chat template. Beneath a reply stand the bytes of its cache and what 16 bits would take.
     """
     from kvpass.conversation import Conversation
-    from kvpass.options import written_planner
+    from kvpass.options import ready_planner
 
-    planner = written_planner(recipe)
+    planner = ready_planner(recipe)
     loaded, tokenizer = load_model(model, dtype, device)
     talk = Conversation(
         loaded, tokenizer, planner, tokens=tokens, temperature=temperature, inner=inner
@@ -93,10 +93,10 @@ def _command(talk: Conversation, name: str = "", argument: str = "") -> str:
     """Does what a line with a slash says; what to print."""
     from kvpass import explain
     from kvpass.bench.report import write_text
-    from kvpass.options import written_planner
+    from kvpass.options import ready_planner
 
     if name == "recipe" and argument:
-        talk.use(written_planner(argument))
+        talk.use(ready_planner(argument))
         return f"{argument} from now on"
     if name == "save" and argument:
         write_text(argument, json.dumps(talk.messages, indent=1, ensure_ascii=False) + "\n")

@@ -14,8 +14,7 @@ from kvpass.errors import PlanError, check, check_choice, check_whole, is_number
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.devices import Device
 from kvpass.estimate.shapes import ModelShape, model_shape
-from kvpass.plan import Plan
-from kvpass.recipes import Recipe, written_recipe
+from kvpass.options import written_planner
 
 PLAIN, FP8 = "plain", "fp8"
 # Beyond this nobody asks: what fits so many tokens or sequences fits any number.
@@ -94,16 +93,6 @@ class Estimate:
     problem: str = ""
 
 
-def planner(name: str) -> Recipe | Plan:
-    """The recipe, maybe with fields, or the plan in a ``.safetensors`` file, of that name.
-
-    Raises:
-        OptionError: if there is none.
-        PlanError: if the file cannot be read.
-    """
-    return Plan.load(name) if name.endswith(".safetensors") else written_recipe(name)
-
-
 def estimate(setting: Setting, names: Sequence[str]) -> list[Estimate]:
     """Estimates of the plain cache, of one in 8 bits, and of each recipe or file of a plan.
 
@@ -111,7 +100,7 @@ def estimate(setting: Setting, names: Sequence[str]) -> list[Estimate]:
         OptionError: if a name is not known, or the config does not say what the model caches.
         PlanError: if the file of a plan cannot be read.
     """
-    planners = {name: planner(name) for name in names}
+    planners = {name: written_planner(name) for name in names}
     shape = model_shape(setting.config, setting.dtype)
     plain = ModelCache.plain(shape, setting.dtype)
     fp8 = ModelCache.plain(shape, torch.float8_e4m3fn)

@@ -26,7 +26,8 @@ class Estimate:
         return abs(self.mean) > _ERRORS * self.error
 
     def __format__(self, spec: str) -> str:
-        return f"{self.mean:{spec}} ±{self.error:{spec.lstrip('+')}}"
+        error = "?" if math.isnan(self.error) else format(self.error, spec.lstrip("+"))
+        return f"{self.mean:{spec}} ±{error}"
 
     def __rmul__(self, factor: float) -> Estimate:
         return Estimate(factor * self.mean, factor * self.error)

@@ -15,7 +15,7 @@ from kvpass.errors import OptionError
 from kvpass.evaluate.results import Results
 from kvpass.evaluate.runner import PLAIN, Evaluation
 
-_ERRORS = "±: a standard error over texts"
+_ERRORS = "±: a standard error over texts; ?: there is only one"
 
 
 def sections(evaluation: Evaluation) -> list[Section]:

@@ -31,8 +31,9 @@ from kvpass.evaluate.settings import Settings
 from kvpass.evaluate.store import Record, Store
 from kvpass.evaluate.texts import split_texts
 from kvpass.fingerprint import fingerprint
+from kvpass.options import written_planner
 from kvpass.plan import Plan
-from kvpass.recipes import Recipe, written_recipe
+from kvpass.recipes import Recipe
 
 PLAIN, QUALITY = "plain", "quality"
 
@@ -241,7 +242,7 @@ class _Run:
 def _planner(name: str) -> Recipe | Plan:
     if name == PLAIN:
         raise OptionError(f"Recipe {shown(name)} is always measured; name the others.")
-    return Plan.load(name) if name.endswith(".safetensors") else written_recipe(name)
+    return written_planner(name)
 
 
 def _digest(value: Any) -> str:
