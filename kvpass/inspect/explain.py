@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,10 +10,8 @@ from pathlib import Path
 import torch
 
 from kvpass.errors import OptionError, shown
-from kvpass.inspect.page import render
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.tensor.dispatch import DECODES
-from kvpass.tensor.packed import PackedKV
 from kvpass.tensor.size import held_bytes, stored_bits
 
 
@@ -53,6 +50,9 @@ class Explanation:
 
         It loads nothing from elsewhere.
         """
+        # Here, since importing kvpass must not import what highlights sources.
+        from kvpass.inspect.page import render
+
         return render(self.model, self.graphs, str(self))
 
     def save_html(self, path: str | Path) -> Path:
@@ -112,8 +112,7 @@ def describe(report: GraphReport) -> str:
         lines += [f"  {rule}: {line}" for line in identity.split("\n")]
     if not report.events:
         lines.append("  nothing to rewrite: the graph runs unchanged")
-    chosen = Counter((c.op, c.provider, c.declined) for c in report.choices)
-    for (op, provider, declined), count in chosen.items():
+    for (op, provider, declined), count in report.chosen.items():
         reasons = "".join(f"; {name} declined: {reason}" for name, reason in declined)
         lines.append(f"  op {op}: {provider} x{count}{reasons}")
     lines += [f"  warning: {message}" for message in report.warnings]
@@ -122,8 +121,7 @@ def describe(report: GraphReport) -> str:
 
 def _cache_now(report: GraphReport) -> list[str]:
     """The state, the size and the bits of the cache tensors that the last call returned."""
-    handles = [h for ref in report.live if isinstance(h := ref(), PackedKV) and not h.stale]
-    if not handles:
+    if not (handles := report.handles):
         return []
     plain = sum(h.numel() * h.dtype.itemsize for h in handles)
     layouts = {h.plan.summary(): h.plan.layout for h in handles}

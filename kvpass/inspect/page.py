@@ -23,7 +23,6 @@ from kvpass.inspect.chart import HEIGHT, LEFT, TOP, WIDTH, cache_points, chart, 
 from kvpass.inspect.report import GraphReport
 from kvpass.inspect.site_diff import SiteDiff, short_name, site_diffs
 from kvpass.rules import Event
-from kvpass.tensor.packed import PackedKV
 from kvpass.tensor.size import held_bytes, stored_bits
 
 # Lines that a kernel begins with as another one does are left out if there are so many.
@@ -131,15 +130,14 @@ def _environment() -> Environment:
     environment.filters.update(
         readable=readable, short=short_name, spans=spans, tint=tint, formula=formula
     )
-    environment.globals.update(chosen=chosen, by_rule=by_rule, fired=fired, anchor=anchor)
+    environment.globals.update(by_rule=by_rule, fired=fired, anchor=anchor)
     return environment
 
 
 def cache_now(graphs: Iterable[GraphReport]) -> CacheNow | None:
     """The cache of the last call that returned one that still lives."""
     for report in reversed(list(graphs)):
-        handles = [h for ref in report.live if isinstance(h := ref(), PackedKV) and not h.stale]
-        if handles:
+        if handles := report.handles:
             plain = 2 * sum(handle.numel() for handle in handles)
             tokens = handles[0].shape[2]
             return CacheNow(
@@ -193,12 +191,6 @@ def by_rule(events: Iterable[Event]) -> dict[str, list[Event]]:
 def formula(identity: str) -> str:
     """An identity with its right sides on lines of their own."""
     return re.sub(r"  ([=~])  ", r"\n  \1 ", identity)
-
-
-def chosen(report: GraphReport) -> list[tuple[str, str, int, tuple[tuple[str, str], ...]]]:
-    """The op, its provider, the number of such nodes, and who declined and why."""
-    counts = Counter((c.op, c.provider, c.declined) for c in report.choices)
-    return [(op, name, count, declined) for (op, name, declined), count in counts.items()]
 
 
 def spans(paths: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ import torch
 from torch.fx import GraphModule
 
 from kvpass.rules import Event
+from kvpass.tensor.packed import PackedKV
 
 if TYPE_CHECKING:
-    from kvpass.tensor.packed import PackedKV
     from lowering import Choice
 
 
@@ -70,6 +71,16 @@ class GraphReport:
         if any(op.startswith(("append", "extend")) for op in ops):
             return "decode"
         return "prefill" if "pack" in ops or "reorder_chunks" in ops else "no packed cache"
+
+    @property
+    def handles(self) -> list[PackedKV]:
+        """The cache tensors of the last call that are alive and not stale."""
+        return [h for ref in self.live if isinstance(h := ref(), PackedKV) and not h.stale]
+
+    @property
+    def chosen(self) -> Counter[tuple[str, str, tuple[tuple[str, str], ...]]]:
+        """Ops with their provider and those who declined, and how many nodes have them."""
+        return Counter((c.op, c.provider, c.declined) for c in self.choices)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -55,7 +55,7 @@ def register_rule(cls: type[Rule]) -> type[Rule]:
 def apply_rules(context: Context, rules: Sequence[Rule] | None = None) -> list[Event]:
     """Tries every rule (of `RULES` by default) at every node, rule by rule. Returns what fired and
     what was refused."""
-    events = []
+    events, names = [], _names(context)
     for rule in list(RULES if rules is None else rules):
         for node in list(context.graph.nodes):
             if node._erased:
@@ -69,10 +69,9 @@ def apply_rules(context: Context, rules: Sequence[Rule] | None = None) -> list[E
                 events.append(event)
                 context.refused.setdefault(node, str(found))
             else:
-                before = _names(context)
                 detail = rule.rewrite(node, found, context)
-                after = _names(context)
-                changes = {"erased": before - after, "wrote": after - before}
+                before, names = names, _names(context)
+                changes = {"erased": before - names, "wrote": names - before}
                 event = Event(rule.name, name, path, True, detail, True, rule.identity, **changes)
                 events.append(event)
         fired = any(e.rule == rule.name and e.fired for e in events)
