@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvpass.errors import KvpassError as KvpassError
     from kvpass.format.channels import ChannelOrder as ChannelOrder
     from kvpass.format.channels import ChannelRanges as ChannelRanges
+    from kvpass.format.channels import ChannelRotation as ChannelRotation
     from kvpass.format.codec import Codec as Codec
     from kvpass.format.filters import register_filter as register_filter
     from kvpass.format.retention import RetentionPolicy as RetentionPolicy
@@ -50,7 +51,7 @@ _NAMES = {
     "calibration.calibrate": "calibrate",
     "calibration.scores": "Scores importance score sensitivities",
     "errors": "KvpassError",
-    "format.channels": "ChannelOrder ChannelRanges",
+    "format.channels": "ChannelOrder ChannelRanges ChannelRotation",
     "format.codec": "Codec",
     "format.filters": "register_filter",
     "format.retention": "RetentionPolicy",

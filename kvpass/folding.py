@@ -1,4 +1,5 @@
-"""Weights that a compiled graph reads permuted: derived once, and again when they have changed."""
+"""Weights that a compiled graph reads in another basis: derived once, and again when they have
+changed."""
 
 from __future__ import annotations
 
@@ -10,29 +11,29 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvpass._torch import storage_key
-from kvpass.ops.logical import permute_weight
+from kvpass.ops.basis import rotate_weight
 
-# The parameter's id, the order's shape and bytes, and the dimension.
+# The parameter's id, the basis's shape and bytes, and the dimension.
 _Key = tuple[int, tuple[int, ...], bytes, int]
 
 
 class _Derived:
-    """One parameter in one order. Lives as long as a compiled graph holds it."""
+    """One parameter in one basis. Lives as long as a compiled graph holds it."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = weakref.ref(parameter)
         self.tensor: Tensor | None = None
 
     def derive(self, parameter: Tensor, fold: Fold) -> Tensor:
-        """Permutes the parameter as it is now."""
+        """Rotates the parameter as it is now."""
         # Another tensor must not be taken for this one because it has the address.
         self._storage = StorageWeakRef(parameter.untyped_storage())
         self._content = _content(parameter)
-        self.tensor = fold.permuted(parameter)
+        self.tensor = fold.rotated(parameter)
         return self.tensor
 
     def current(self, parameter: Tensor) -> Tensor | None:
-        """The permuted parameter; None if it has changed. This runs for every weight and step."""
+        """The rotated parameter; None if it has changed. This runs for every weight and step."""
         known = self.tensor is not None and self.parameter() is parameter
         return self.tensor if known and self._content == _content(parameter) else None
 
@@ -48,7 +49,7 @@ _shared: weakref.WeakValueDictionary[_Key, _Derived] = weakref.WeakValueDictiona
 
 
 class Fold:
-    """A weight in another order along one dimension, as an argument of a compiled graph.
+    """A weight in another basis along one dimension, as an argument of a compiled graph.
 
     It is derived from the parameter that a call brings, and kept as long as that is alive and has
     not changed: neither in place nor by ``parameter.data = ...``. (A change in place of
@@ -56,24 +57,25 @@ class Fold:
 
     Args:
         position: the parameter's among the arguments of Dynamo's graph.
-        order: int64 of any shape, which replaces ``dim`` in the result.
-        dim: the dimension that is permuted.
+        basis: an order, int64 of any shape, which replaces ``dim`` in the result, or a rotation
+            ``[blocks, C / blocks, C / blocks]``.
+        dim: the dimension that is rotated.
     """
 
-    def __init__(self, position: int, order: Tensor, dim: int) -> None:
+    def __init__(self, position: int, basis: Tensor, dim: int) -> None:
         self.position = position
-        self._order, self._dim = order, dim
-        self._name = (tuple(order.shape), order.cpu().numpy().tobytes(), dim)
+        self._basis, self._dim = basis, dim
+        self._name = (tuple(basis.shape), basis.cpu().numpy().tobytes(), dim)
         self._held: dict[int, _Derived] = {}
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """``parameter``, permuted as it is now."""
+        """``parameter``, rotated as it is now."""
         held = self._held.get(id(parameter))
         if held is not None and (current := held.current(parameter)) is not None:
             return current
         if parameter.is_inference():
             # It does not count its changes.
-            return self.permuted(parameter)
+            return self.rotated(parameter)
         with _lock:
             held = self._find(parameter)
             current = held.current(parameter)
@@ -90,9 +92,9 @@ class Fold:
         self._held[id(parameter)] = held
         return held
 
-    def permuted(self, parameter: Tensor) -> Tensor:
-        """A permuted copy."""
+    def rotated(self, parameter: Tensor) -> Tensor:
+        """A copy in the other basis."""
         # Neither part of an autograd graph nor an inference tensor: it outlives the call.
         with torch.inference_mode(False), torch.no_grad():
-            order = self._order.to(parameter.device)
-            return permute_weight(parameter.detach(), order, self._dim)
+            basis = self._basis.to(parameter.device)
+            return rotate_weight(parameter.detach(), basis, self._dim)

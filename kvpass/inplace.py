@@ -1,4 +1,4 @@
-"""Orders of channels, folded into a model's own weights instead of into copies."""
+"""Bases of channels, folded into a model's own weights instead of into copies."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from kvpass.rules import Context, apply_rules
 
 @torch.no_grad()
 def fold_inplace(model: Any, plan: Plan) -> Plan:
-    """Permutes the weights of ``model``, which answers as before, so that its compiled graphs need
+    """Rotates the weights of ``model``, which answers as before, so that its compiled graphs need
     no copies of them.
 
-    Orders fold that leave nothing behind: those of values, and those of keys without rotary
-    embeddings. Key orders under rotary embeddings stay in the plan, since a model cannot rotate its
-    heads in orders of their own; they are folded when the model is compiled. Orders that do not
-    fold at all stay, too.
+    Bases fold that leave nothing behind: those of values, and those of keys without rotary
+    embeddings. Others of keys stay in the plan: an order is folded when the model is compiled,
+    since a model cannot give its cosines and sines one for each head, and a rotation is done in
+    every call. Bases that do not fold at all stay, too.
 
     Args:
         model: a causal language model of transformers, not compiled. Changed in place.
         plan: with a plan of its own for every layer, as `kvpass.calibrate` makes it.
 
     Returns:
-        The plan for the changed model, without the orders that are in its weights now. The old one
+        The plan for the changed model, without the bases that are in its weights now. The old one
         no longer fits.
 
     Raises:
         PlanError: if the plan does not fit the model.
     """
-    for kind in ("value_order", "key_order"):
+    for kind in ("value_basis", "key_basis"):
         alone = {n: LayerPlan(**{kind: getattr(x, kind)}) for n, x in plan.layers.items()}
         changes = _changes(model, replace(plan, layers=alone, default=LayerPlan()))
         if not changes:
             continue
-        for weight, permuted in changes:
-            weight.copy_(permuted)
+        for weight, rotated in changes:
+            weight.copy_(rotated)
         none: Any = {kind: None}
         plan = replace(plan, layers={n: replace(x, **none) for n, x in plan.layers.items()})
     if plan.calibration is None:
@@ -58,8 +58,8 @@ def fold_inplace(model: Any, plan: Plan) -> Plan:
 
 
 def _changes(model: Any, plan: Plan) -> list[tuple[Tensor, Tensor]]:
-    """The weights that ``plan`` folds its orders into, and their new values; none if anything of
-    the orders is left in a graph."""
+    """The weights that ``plan`` folds its bases into, and their new values; none if anything of
+    the bases is left in a graph."""
     changes: dict[int, tuple[Tensor, Tensor]] = {}
     left = False
 
@@ -67,14 +67,14 @@ def _changes(model: Any, plan: Plan) -> list[tuple[Tensor, Tensor]]:
         nonlocal left
         module = copy_module(gm)
         apply_rules(Context(module.graph, find_sites(module.graph), plan))
-        left |= logical.permute_channels in [node.target for node in module.graph.nodes]
+        left |= logical.rotate_channels in [node.target for node in module.graph.nodes]
         binding = bind_state(module.graph, examples)
         for fold in binding.folds:
             weight = examples[fold.position]
-            # A weight of two graphs would be permuted for one of them only.
+            # A weight of two graphs would be rotated for one of them only.
             left |= is_traced(weight) or id(weight) in changes
             if not left:
-                changes[id(weight)] = (weight, fold.permuted(weight))
+                changes[id(weight)] = (weight, fold.rotated(weight))
         return gm.forward
 
     if is_compiled(model):

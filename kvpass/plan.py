@@ -16,17 +16,21 @@ from torch import Tensor
 
 from kvpass.errors import PlanError, cut, shown
 from kvpass.fingerprint import Weights
-from kvpass.format.channels import ChannelOrder, ChannelRanges
+from kvpass.format.channels import ChannelBasis, ChannelOrder, ChannelRanges, ChannelRotation
 from kvpass.format.codec import Codec
 from kvpass.format.parse import modern_words, parse_plan
 from kvpass.format.tensor_plan import TensorPlan
 
 FORMAT = 1
 PLAIN = TensorPlan()
-# The fields of a layer's plan that are saved as tensors.
-_SAVED: dict[str, Any] = {
-    "key_order": ChannelOrder, "value_order": ChannelOrder, "key_ranges": ChannelRanges,
-}  # fmt: skip
+# The fields of a layer's plan that are saved as tensors, by their names in a file.
+_SAVED: dict[str, tuple[str, Any]] = {
+    "key_order": ("key_basis", ChannelOrder),
+    "key_rotation": ("key_basis", ChannelRotation),
+    "value_order": ("value_basis", ChannelOrder),
+    "value_rotation": ("value_basis", ChannelRotation),
+    "key_ranges": ("key_ranges", ChannelRanges),
+}
 # Characters of a path in an error; longer ones name no file.
 _MOST_PATH = 255
 # Kinds of layers in what is printed of a plan.
@@ -39,16 +43,16 @@ class LayerPlan:
 
     Attributes:
         keys, values: codec and retention.
-        key_order, value_order: in which order the cache holds the channels of each KV head; None:
-            in the model's own. Made with `ChannelOrder.of`.
+        key_basis, value_basis: how the cache holds the channels of each KV head: in an order, made
+            with `ChannelOrder.of`, or rotated, by `ChannelRotation.of`; None: as the model does.
         before_rope: keys are stored before their rotary embedding, if they have one.
         key_ranges: the calibrated ranges of a codec of keys that has such.
     """
 
     keys: TensorPlan = PLAIN
     values: TensorPlan = PLAIN
-    key_order: ChannelOrder | None = None
-    value_order: ChannelOrder | None = None
+    key_basis: ChannelBasis | None = None
+    value_basis: ChannelBasis | None = None
     before_rope: bool = False
     key_ranges: ChannelRanges | None = None
 
@@ -57,11 +61,11 @@ class LayerPlan:
         parts = [f"keys='{self.keys.summary()}'", f"values='{self.values.summary()}'", *more]
         return f"LayerPlan({', '.join(parts)})"
 
-    def stored(self, kind: str) -> tuple[TensorPlan, ChannelOrder | None, ChannelRanges | None]:
-        """The plan, the order and the ranges of the ``keys``, or of the ``values``."""
+    def stored(self, kind: str) -> tuple[TensorPlan, ChannelBasis | None, ChannelRanges | None]:
+        """The plan, the basis and the ranges of the ``keys``, or of the ``values``."""
         if kind == "keys":
-            return self.keys, self.key_order, self.key_ranges
-        return self.values, self.value_order, None
+            return self.keys, self.key_basis, self.key_ranges
+        return self.values, self.value_basis, None
 
     def check(self, layer: str, key_dim: int, value_dim: int, kv_heads: int | None = None) -> None:
         """Refuses a plan that does not fit ``kv_heads`` (None: any number) of so many channels.
@@ -70,10 +74,10 @@ class LayerPlan:
             PlanError: if this is one.
         """
         for kind, dim in (("keys", key_dim), ("values", value_dim)):
-            plan, order, _ = self.stored(kind)
-            if order is not None and (problem := order.unsupported_reason(kv_heads, dim)):
+            plan, basis, _ = self.stored(kind)
+            if basis is not None and (problem := basis.unsupported_reason(kv_heads, dim)):
                 raise PlanError(
-                    f"The channel order of the {kind} of layer '{layer}': it is {problem}."
+                    f"The {basis.word} of the {kind} of layer '{layer}': it is {problem}."
                 )
             problems = (codec.unsupported_reason(dim, kv_heads) for codec in plan.codecs)
             if problem := next(filter(None, problems), None):
@@ -95,8 +99,8 @@ class LayerPlan:
                 f"Layer '{layer}': the keys of a codec with calibrated ranges need those ranges, "
                 "other keys and values have none."
             )
-        if self.before_rope and self.key_order is not None:
-            raise PlanError(f"Layer '{layer}': keys before RoPE stay in the model's order.")
+        if self.before_rope and self.key_basis is not None:
+            raise PlanError(f"Layer '{layer}': keys before RoPE stay in the model's basis.")
         if self.key_ranges is not None:
             problem = self.key_ranges.unsupported_reason(kv_heads, key_dim)
             found, needed = self.key_ranges.dtype, self.keys.codec.qparam_dtype
@@ -270,12 +274,12 @@ class Plan:
 
 
 def _layer_json(plan: LayerPlan, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """The header of a layer, whose orders and ranges join ``tensors``."""
+    """The header of a layer, whose bases and ranges join ``tensors``."""
     header = {"keys": str(plan.keys), "values": str(plan.values)}
     if plan.before_rope:
         header["before_rope"] = "yes"
-    for kind in _SAVED:
-        if (data := getattr(plan, kind)) is not None:
+    for kind, (attribute, saved) in _SAVED.items():
+        if isinstance(data := getattr(plan, attribute), saved):
             header[kind] = f"{name}/{kind}"
             tensors[header[kind]] = data.tensor().clone()
     return header
@@ -291,5 +295,5 @@ def _calibration(header: Mapping[str, Any] | None) -> Calibration | None:
 
 def _layer_plan(header: Mapping[str, Any], file: Any) -> LayerPlan:
     keys, values = (parse_plan(modern_words(header[kind])) for kind in ("keys", "values"))
-    saved = {k: t.of(file.get_tensor(header[k])) for k, t in _SAVED.items() if k in header}
+    saved = {f: t.of(file.get_tensor(header[k])) for k, (f, t) in _SAVED.items() if k in header}
     return LayerPlan(keys, values, before_rope="before_rope" in header, **saved)

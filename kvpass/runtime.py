@@ -166,9 +166,9 @@ def _fresh(
     state = list(results[output.first : output.first + len(plan.layout.own)])
     if isinstance(plan, ChunkedPlan):
         assert placed is not None
-        return placed.fresh(state, plan, output.dtype, output.order)
+        return placed.fresh(state, plan, output.dtype, output.basis)
     state += [results[i] for i in output.shared]
-    return PackedKV.of_prompt(state, plan, new, output.dtype, output.order, output.stored)
+    return PackedKV.of_prompt(state, plan, new, output.dtype, output.basis, output.stored)
 
 
 def share_cos_sin(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, int, int]]) -> None:
@@ -241,15 +241,15 @@ def _changed(buffer: PlainBuffer, args: Sequence[Any]) -> Tensor:
 def _pack_buffer(buffer: PlainBuffer, args: Sequence[Any], old: Tensor) -> None:
     """Turns a static cache's plain buffer into a `PackedKV`, in place: whatever holds the buffer
     holds the packed tensor then."""
-    plain, plan, order = args[buffer.argument], buffer.plan, buffer.order
+    plain, plan, basis = args[buffer.argument], buffer.plan, buffer.basis
     room = plain.shape[2]
     written = room if buffer.counter is None else min(int(old) + buffer.new(args), room)
     tokens = plain[:, :, :written]
-    tokens = tokens if order is None else order.store(tokens)
+    tokens = tokens if basis is None else basis.store(tokens)
     state = torch.ops.kvpass.pack.default(tokens, str(plan))
     # It would hold the buffer.
     del tokens
-    packed = PackedKV.of_prompt(state, plan, written, plain.dtype, order)
+    packed = PackedKV.of_prompt(state, plan, written, plain.dtype, basis)
     try:
         torch.utils.swap_tensors(plain, packed)
     except RuntimeError as error:

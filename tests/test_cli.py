@@ -149,7 +149,7 @@ def test_calibrate(capsys, tmp_path):
     assert said == f"skvq-k2v1.5: 4 layers calibrated on 400 tokens, saved as {out}\n"
     plan = Plan.load(out)
     assert plan.layer_at(3).values.codec.clip == 0.9
-    assert plan.layer_at(3).value_order is not None
+    assert plan.layer_at(3).value_basis is not None
 
 
 def test_errors_of_calibrate(capsys, tmp_path):

@@ -24,7 +24,8 @@ from kvpass.errors import PlanError
 from kvpass.format.parse import parse_plan
 from kvpass.inspect.report import GraphReport
 from kvpass.ops import logical
-from tests import orders
+from kvpass.ops.basis import rotate
+from tests import bases
 from tests.harness import (
     batch_text,
     compiled,
@@ -45,7 +46,7 @@ VALUES = parse_plan("int4.token8/window=0,pack_every=1")
 
 def gathers(report: GraphReport) -> list[Any]:
     """The nodes whose channels are permuted in every call."""
-    nodes = report.after.graph.find_nodes(op="call_function", target=logical.permute_channels)
+    nodes = report.after.graph.find_nodes(op="call_function", target=logical.rotate_channels)
     return [node.kwargs["x"] for node in nodes]
 
 
@@ -69,7 +70,7 @@ def assert_folded(report: GraphReport, layers: int = 2) -> None:
             seen.add(node)
             behind += [n for n in node.all_input_nodes if n not in seen]
         assert not any("parameters" in str(node.target) for node in seen), table
-    left = [n for n in report.bound.graph.nodes if n.target is torch.take_along_dim]
+    left = [n for n in report.bound.graph.nodes if n.target is rotate]
     assert len(left) == len(tables)
 
 
@@ -82,7 +83,7 @@ def test_logits_stay_and_orders_are_folded(family: str, attention: str) -> None:
     steps = [20] + [1] * 5
     ids = prompt(2, sum(steps))
     wanted, plain = run_steps(model, ids, steps)
-    twin = compiled(model, orders.plan(model), strict=True)
+    twin = compiled(model, bases.plan(model), strict=True)
     got, cache = run_steps(twin, ids, steps)
     assert (got - wanted).abs().max().item() <= logits(torch.float32)
     reports = explain(twin).graphs
@@ -92,7 +93,7 @@ def test_logits_stay_and_orders_are_folded(family: str, attention: str) -> None:
     for layer, other in zip(cache.layers, plain.layers, strict=True):
         for held, expected in ((layer.keys, other.keys), (layer.values, other.values)):
             assert isinstance(held, PackedKV)
-            assert held.order is not None
+            assert held.basis is not None
             # In the model's order, for whom reads it outside the graphs.
             shown = held.decode()[:, :, -expected.shape[2] :]
             assert (shown - expected).abs().max().item() <= logits(torch.float32)
@@ -110,7 +111,7 @@ def test_codecs_equal_the_oracle(family: str, attention: str, padded: bool) -> N
     model = tiny_model(family, attention=attention, layers=1)
     steps = [50] + [1] * 12 + [5, 20, 1]
     ids, mask, visible = batch_text(sum(steps), padded)
-    ordered = orders.plan(model, KEYS, VALUES)
+    ordered = bases.plan(model, KEYS, VALUES)
     wanted, _ = run_steps(model, ids, steps, mask, oracle_cache(ordered, model.config))
     got, _ = run_steps(compiled(model, ordered), ids, steps, mask)
     assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32, "kivi")
@@ -125,13 +126,13 @@ def test_inductor_with_left_padding(family: str) -> None:
     model, steps = tiny_model(family, layers=1), [20, 1, 1, 1]
     ids, mask = prompt(3, sum(steps)), left_padding([9, 3, 0], sum(steps))
     wanted, _ = run_steps(model, ids, steps, mask)
-    got, _ = run_steps(compiled(model, orders.plan(model), inner="inductor"), ids, steps, mask)
+    got, _ = run_steps(compiled(model, bases.plan(model), inner="inductor"), ids, steps, mask)
     assert (got - wanted)[mask.bool()].abs().max().item() <= logits(torch.float32)
 
 
 def test_no_more_graphs_than_without_orders() -> None:
     model, steps = tiny_model("llama"), [20] + [1] * 20
-    twin = compiled(model, orders.plan(model))
+    twin = compiled(model, bases.plan(model))
     before = graphs_compiled()
     for seed in (0, 1):
         run_steps(twin, prompt(1, sum(steps), seed), steps)
@@ -140,25 +141,25 @@ def test_no_more_graphs_than_without_orders() -> None:
 
 def test_static_cache() -> None:
     model, steps = tiny_model("llama", layers=1), [20] + [1] * 5 + [3, 20, 1]
-    ids, ordered = prompt(1, sum(steps)), orders.plan(model)
+    ids, ordered = prompt(1, sum(steps)), bases.plan(model)
     wanted, _ = run_steps(model, ids, steps)
     twin = compiled(model, ordered)
     got, cache = run_steps(twin, ids, steps, cache=StaticCache(model.config, max_cache_len=64))
     assert (got - wanted).abs().max().item() <= logits(torch.float32)
-    assert cache.layers[0].keys.order == ordered.layer_at(0).key_order
+    assert cache.layers[0].keys.basis == ordered.layer_at(0).key_basis
     decode = next(r for r in explain(twin).graphs if r.kind == "decode")
     assert_folded(decode, layers=1)
 
 
 def test_static_cache_that_was_filled_elsewhere() -> None:
     model, steps = tiny_model("llama", layers=1), [20] + [1] * 5
-    ids, ordered = prompt(1, sum(steps)), orders.plan(model)
+    ids, ordered = prompt(1, sum(steps)), bases.plan(model)
     wanted, _ = run_steps(model, ids, steps)
     cache = StaticCache(model.config, max_cache_len=64)
     run_steps(model, ids[:, :20], [20], cache=cache)
     got, cache = run_steps(compiled(model, ordered), ids[:, 20:], [1] * 5, cache=cache)
     assert (got - wanted[:, 20:]).abs().max().item() <= logits(torch.float32)
-    assert cache.layers[0].keys.order == ordered.layer_at(0).key_order
+    assert cache.layers[0].keys.basis == ordered.layer_at(0).key_basis
 
 
 def test_a_cache_goes_on_as_it_was_begun() -> None:
@@ -166,7 +167,7 @@ def test_a_cache_goes_on_as_it_was_begun() -> None:
     model, steps = tiny_model("llama"), [20, 1, 1]
     ids = prompt(1, 30)
     wanted, _ = run_steps(model, ids, [20] + [1] * 10)
-    first, second = orders.plan(model), Plan(orders.layer_plan(model, seed=7))
+    first, second = bases.plan(model), Plan(bases.layer_plan(model, seed=7))
     for begun, then in ((first, second), (first, Plan()), (Plan(), first), (first, None)):
         torch._dynamo.reset()
         _, cache = run_steps(compiled(model, begun), ids[:, :22], steps)
@@ -175,13 +176,13 @@ def test_a_cache_goes_on_as_it_was_begun() -> None:
         assert (got - wanted[:, 22:]).abs().max().item() <= logits(torch.float32)
         held = cache.layers[0].keys
         assert isinstance(held, PackedKV)
-        assert held.order == begun.layer_at(0).key_order
+        assert held.basis == begun.layer_at(0).key_basis
 
 
 def test_gradients_decode_to_the_models_order() -> None:
     model, ids = tiny_model("llama"), prompt(1, 21)
     wanted, _ = run_steps(model, ids, [20, 1])
-    twin = compiled(model, orders.plan(model))
+    twin = compiled(model, bases.plan(model))
     _, cache = run_steps(twin, ids[:, :20], [20])
     with pytest.warns(UserWarning, match="gradients are enabled"):
         got = twin(ids[:, 20:], past_key_values=cache, use_cache=True).logits
@@ -202,7 +203,7 @@ CHANGES = {
 def test_changed_weights_are_never_used_stale(name: str, change: str) -> None:
     model, steps = tiny_model("qwen2"), [20, 1, 1]
     ids = prompt(1, 44)
-    twin = compiled(model, orders.plan(model))
+    twin = compiled(model, bases.plan(model))
     before, _ = run_steps(twin, ids[:, :22], steps)
     graphs = graphs_compiled()
     with torch.no_grad():
@@ -221,7 +222,7 @@ def test_one_copy_serves_all_graphs_and_goes_with_them() -> None:
     gc.collect()
     # What earlier tests still hold.
     before = set(folding._shared)
-    twin = compiled(model, orders.plan(model))
+    twin = compiled(model, bases.plan(model))
     run_steps(twin, prompt(1, 22), [20, 1, 1])
     # Four weights in each of two layers, in prefill and decode.
     assert [r.kind for r in explain(twin).graphs] == ["prefill", "decode"]
@@ -234,7 +235,7 @@ def test_one_copy_serves_all_graphs_and_goes_with_them() -> None:
 
 def test_two_models_take_turns_on_one_graph() -> None:
     first, steps = tiny_model("llama"), [20, 1, 1]
-    ids, ordered = prompt(1, 22), orders.plan(first)
+    ids, ordered = prompt(1, 22), bases.plan(first)
     twins = [compiled(first, ordered), compiled(tiny_model("llama", seed=1), ordered)]
     for _ in range(2):
         for twin, model in zip(twins, (first, tiny_model("llama", seed=1)), strict=True):
@@ -253,7 +254,7 @@ def test_tied_projections() -> None:
     ids, steps = prompt(1, 24), [20, 1, 1, 1, 1]
     wanted, _ = run_steps(model, ids, steps)
     twin = copy.deepcopy(model)
-    twin.compile(backend="kvpass", options={"recipe": orders.plan(model), "inner": "eager"})
+    twin.compile(backend="kvpass", options={"recipe": bases.plan(model), "inner": "eager"})
     got, _ = run_steps(twin, ids, steps)
     assert (got - wanted).abs().max().item() <= logits(torch.float32)
     assert_folded(explain(twin).graphs[-1])
@@ -261,8 +262,8 @@ def test_tied_projections() -> None:
 
 def test_orders_that_break_pairs_stay_gathers() -> None:
     model, steps = tiny_model("llama", layers=1), [20] + [1] * 5
-    free = orders.free(2, 16, torch.Generator().manual_seed(0))
-    ordered = Plan(LayerPlan(key_order=ChannelOrder.of(free)))
+    free = bases.free(2, 16, torch.Generator().manual_seed(0))
+    ordered = Plan(LayerPlan(key_basis=ChannelOrder.of(free)))
     ids = prompt(1, sum(steps))
     wanted, _ = run_steps(model, ids, steps)
     twin = compiled(model, ordered, strict=True)
@@ -282,7 +283,7 @@ def test_orders_for_another_model() -> None:
     for (heads, dim), expected in {(4, 16): "2 heads of 16", (2, 8): "heads of 16"}.items():
         order = ChannelOrder.of(torch.arange(dim).expand(heads, dim).contiguous())
         with pytest.raises(PlanError) as caught:
-            run_steps(compiled(model, Plan(LayerPlan(value_order=order))), prompt(1, 8), [8])
+            run_steps(compiled(model, Plan(LayerPlan(value_basis=order))), prompt(1, 8), [8])
         sentence = f"it is for {heads} heads of {dim} channels, the model has {expected}."
         assert sentence in str(caught.value)
 
@@ -292,7 +293,7 @@ def test_generate(beams: int) -> None:
     model, ids = tiny_model("llama"), prompt(2, 12)
     options = {"max_new_tokens": 12, "num_beams": beams, "do_sample": False}
     wanted = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
-    got = compiled(model, orders.plan(model)).generate(ids, **options)
+    got = compiled(model, bases.plan(model)).generate(ids, **options)
     assert torch.equal(got, wanted)
 
 
@@ -301,7 +302,7 @@ def test_generate(beams: int) -> None:
 )
 def test_orders_folded_in_place_need_no_copies(family: str, keys_stay: bool) -> None:
     model = tiny_model(family)
-    plan, twin = orders.plan(model, KEYS, VALUES), copy.deepcopy(model)
+    plan, twin = bases.plan(model, KEYS, VALUES), copy.deepcopy(model)
     torch._dynamo.reset()
     folded = fold_inplace(twin, plan)
     steps = [20, 1, 1, 3]
@@ -313,17 +314,17 @@ def test_orders_folded_in_place_need_no_copies(family: str, keys_stay: bool) -> 
     before, after = model.state_dict(), twin.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before)
     for layer in folded.layers.values():
-        assert layer.value_order is None
-        assert (layer.key_order is not None) == keys_stay
+        assert layer.value_basis is None
+        assert (layer.key_basis is not None) == keys_stay
         assert (layer.keys, layer.values) == (KEYS, VALUES)
     compiled_twin = compiled(twin, folded, strict=True)
     assert error_to_oracle(compiled_twin, model, plan, ids, steps) <= LOGITS_CODE_FLIP
     for report in explain(compiled_twin).graphs:
-        weights = report.after.graph.find_nodes(op="call_function", target=logical.permute_weight)
+        weights = report.after.graph.find_nodes(op="call_function", target=logical.rotate_weight)
         assert bool(weights) == keys_stay
 
 
 def test_a_compiled_model_is_not_folded_in_place() -> None:
     model = tiny_model("llama", layers=1)
     with pytest.raises(PlanError, match="compiled already"):
-        fold_inplace(compiled(model, "fp"), orders.plan(model))
+        fold_inplace(compiled(model, "fp"), bases.plan(model))

@@ -26,7 +26,7 @@ from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import Calibration, LayerPlan, Plan
 from kvpass.recipes import recipe
 from kvpass.zoo.families import tiny_config
-from tests.orders import free
+from tests.bases import free
 from tests.strategies import SEEDS, tensor_plans
 
 ORDERS = st.none() | st.tuples(st.integers(1, 4), st.integers(1, 9), SEEDS).map(
@@ -194,7 +194,7 @@ def test_damaged_orders(tmp_path, order, reason):
 
 
 def test_orders_are_checked_against_the_heads():
-    plan = LayerPlan(key_order=ChannelOrder.of(torch.tensor([[1, 0], [0, 1]])))
+    plan = LayerPlan(key_basis=ChannelOrder.of(torch.tensor([[1, 0], [0, 1]])))
     plan.check("a", 2, 4, kv_heads=2)
     for dim, heads in ((4, 2), (2, 1)):
         with pytest.raises(PlanError) as caught:
@@ -240,7 +240,7 @@ def test_truncated_and_altered_files(data):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "p.safetensors"
         order = ChannelOrder.of(torch.tensor([[1, 0]]))
-        plan = Plan(KIVI, {"a.0": LayerPlan(key_order=order)}, "kivi-2bit")
+        plan = Plan(KIVI, {"a.0": LayerPlan(key_basis=order)}, "kivi-2bit")
         plan.save(path)
         content = bytearray(path.read_bytes())
         size = len(content)

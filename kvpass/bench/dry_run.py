@@ -40,7 +40,7 @@ from kvpass.bench.plans import layer_plan
 from kvpass.bench.report import Section
 from kvpass.errors import KernelError
 from kvpass.format import channels, groups, quantize
-from kvpass.graph import orders
+from kvpass.graph import bases
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
 from kvpass.plan import Plan
@@ -200,7 +200,7 @@ def _watched(waits: dict[int, list[str]]) -> Iterator[None]:
     patches = [
         (backend, "compile_inductor", compile_and_fake),
         (PackedCallable, "__call__", watched_call),
-        (orders, "on_device", stand_in),
+        (bases, "on_device", stand_in),
         *((module, name, getattr(module, name).__wrapped__) for module, name in _REMEMBERED),
     ]
     with ExitStack() as stack:

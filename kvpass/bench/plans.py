@@ -92,7 +92,7 @@ def layer_plan(name: str, keys: Tensor, values: Tensor) -> LayerPlan:
     else:
         plan = recipe.layer_plan("*", keys.shape[3], values.shape[3])
     rope = Rope("halves", 0, keys.shape[3]) if plan.before_rope else None
-    return replace(plan, keys=replace(plan.keys, rope=rope), key_order=None, value_order=None)
+    return replace(plan, keys=replace(plan.keys, rope=rope), key_basis=None, value_basis=None)
 
 
 def packed_states(

@@ -157,7 +157,7 @@ def _joined(scores: Scores, chosen: Sequence[_Choice]) -> Plan:
     for choice in chosen:
         k = scores.candidates[choice.keys].layer(choice.layer)
         v = scores.candidates[choice.values].layer(choice.layer)
-        layers[choice.layer] = replace(k, values=v.values, value_order=v.value_order)
+        layers[choice.layer] = replace(k, values=v.values, value_basis=v.value_basis)
     known = (p.calibration for p in scores.candidates if p.calibration is not None)
     first = scores.candidates[0]
     return replace(first, layers=layers, recipe="allocated", calibration=next(known, None))

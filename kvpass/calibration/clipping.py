@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpass.calibration.samples import STORED, AttentionSample, Stored
-from kvpass.format.channels import ChannelOrder
+from kvpass.format.channels import ChannelBasis
 from kvpass.format.quantize import fake_quantize
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
@@ -41,14 +41,14 @@ class ClipSearch:
         drawn = torch.randint(exact + 1, tokens, (QUERIES,), generator=self._generator)
         queries = _Queries(sample, drawn.unique().to(sample.q.device))
         for kind in STORED:
-            plan, order, _ = self._plan.stored(kind)
+            plan, basis, _ = self._plan.stored(kind)
             if plan.codec.identity or plan.codec.axis == "channel":
                 continue
             x = sample.stored(kind, before_rope=False)
-            x = (x if order is None else order.store(x)).float()
+            x = (x if basis is None else basis.store(x)).float()
             errors_of = queries.key_errors if kind == "keys" else queries.value_errors
             found = [
-                errors_of(plan, order, fake_quantize(replace(plan.codec, clip=alpha), x) - x)
+                errors_of(plan, basis, fake_quantize(replace(plan.codec, clip=alpha), x) - x)
                 for alpha in ALPHAS
             ]
             self._errors[kind] = self._errors.get(kind, 0) + torch.stack(found).cpu()
@@ -91,7 +91,7 @@ class _Queries:
         heads_per_group = self._weights.shape[2] // len(self._positions)
         return (beyond & (token >= plan.sinks)).repeat(heads_per_group, 1)
 
-    def value_errors(self, plan: TensorPlan, _: ChannelOrder | None, errors: Tensor) -> Tensor:
+    def value_errors(self, plan: TensorPlan, _: ChannelBasis | None, errors: Tensor) -> Tensor:
         """Effects of errors of values: an output channel is a sum of one value channel."""
         outputs = (self._weights * self._rounded(plan)) @ errors
         squares = outputs.square().sum((0, 2))
@@ -99,9 +99,9 @@ class _Queries:
         zeros = squares.new_zeros(len(squares), int(members.max()) + 1)
         return _over_heads(plan, zeros.scatter_add_(1, members, squares), errors)
 
-    def key_errors(self, plan: TensorPlan, order: ChannelOrder | None, errors: Tensor) -> Tensor:
+    def key_errors(self, plan: TensorPlan, basis: ChannelBasis | None, errors: Tensor) -> Tensor:
         """Effects of errors of keys, one group at a time: each changes all weights."""
-        q = self._q if order is None else order.store(self._q)
+        q = self._q if basis is None else basis.store(self._q)
         outputs, rounded = self._weights @ self._values, self._rounded(plan)
         members = plan.codec.groups.members(errors.shape[1], errors.shape[3], errors.device)
         squares = []

@@ -42,9 +42,9 @@ from kvpass.graph.analysis.attention_site import AttentionSite
 from kvpass.graph.analysis.sites import Sites, find_sites
 from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.pattern import Miss
+from kvpass.rules.basis.rotary import rotations
 from kvpass.rules.cache_before_rope import rope_match
 from kvpass.rules.fuse_attention import attention_call
-from kvpass.rules.permutation.rotary import rotations
 
 
 @dataclass

@@ -141,16 +141,16 @@ def by_layer(scores: Mapping[Name, float]) -> dict[str, LayerScore]:
 def rounded(layer: LayerPlan, kind: Stored, x: Tensor) -> Tensor:
     """What the keys, or values, ``x`` ``[B, H, T, D]`` of whole texts decode to, in float32: sinks
     are exact, whole groups of other tokens rounded."""
-    plan, order, ranges = layer.stored(kind)
+    plan, basis, ranges = layer.stored(kind)
     plan.one_codec()
     out = x.float().clone()
     count = max(0, x.shape[2] - plan.sinks) // plan.codec.token_group * plan.codec.token_group
     if count and not plan.codec.identity:
         packed = out[:, :, plan.sinks : plan.sinks + count]
-        stored = packed if order is None else order.store(packed)
+        stored = packed if basis is None else basis.store(packed)
         qparams = None if ranges is None else ranges.tensor(x.device)
         found = fake_quantize(plan.codec, stored, qparams)
-        packed.copy_(found if order is None else order.restore(found))
+        packed.copy_(found if basis is None else basis.restore(found))
     return out
 
 

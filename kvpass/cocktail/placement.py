@@ -17,7 +17,7 @@ from kvpass._torch import storage_key
 from kvpass.cocktail.bits import ChunkBits
 from kvpass.cocktail.context import Request, request_for
 from kvpass.errors import CacheStateError, OptionError, PlanError, check, shown
-from kvpass.format.channels import ChannelOrder
+from kvpass.format.channels import ChannelBasis
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.ops.chunks import positions
 from kvpass.tensor.chunked import ChunkedKV
@@ -88,11 +88,11 @@ class Placed:
         state: Sequence[Tensor],
         plan: ChunkedPlan,
         dtype: torch.dtype,
-        order: ChannelOrder | None,
+        basis: ChannelBasis | None,
     ) -> ChunkedKV:
         """The cache tensor of a first prompt, from the ``state`` that the op returned."""
         state = [*state, *map(_another, self.positions)]
-        handle = ChunkedKV(state, plan, self.new, dtype, written=self.exact, order=order)
+        handle = ChunkedKV(state, plan, self.new, dtype, written=self.exact, basis=basis)
         handle.mark_dynamic()
         return handle
 

@@ -1,10 +1,12 @@
-"""Facts about every channel of a cache tensor: `ChannelOrder` and `ChannelRanges`."""
+"""Facts about the channels of a cache tensor: the basis in which it holds them (`ChannelOrder`,
+`ChannelRotation`), and `ChannelRanges`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
@@ -12,19 +14,21 @@ from torch import Tensor
 
 from kvpass.errors import PlanError
 
-_DTYPES = {"int32": torch.int32, "int16": torch.int16}
+_DTYPES = {"int32": torch.int32, "int16": torch.int16, "float32": torch.float32}
+# How far the product of a rotation and its transpose may be from one: float32, a sum over channels.
+_ORTHOGONAL = 1e-4
 
 
 @dataclass(frozen=True, repr=False)
 class ChannelData:
-    """A number for each channel of each KV head.
+    """Numbers for the channels of each KV head.
 
     Frozen, hashable and quick to compare, as Dynamo guards on it in every step.
 
     Attributes:
         heads: KV heads.
-        data: the numbers as bytes, little-endian ``[heads, D]``.
-        dtype: ``int16`` or ``int32``.
+        data: the numbers as bytes, little-endian, head by head.
+        dtype: ``int16``, ``int32`` or ``float32``.
     """
 
     heads: int
@@ -34,6 +38,11 @@ class ChannelData:
     @property
     def dim(self) -> int:
         """Channels per head."""
+        return self._numbers
+
+    @property
+    def _numbers(self) -> int:
+        """Numbers per head."""
         return len(self.data) // _DTYPES[self.dtype].itemsize // self.heads
 
     def unsupported_reason(self, heads: int | None, dim: int) -> str | None:
@@ -54,6 +63,8 @@ class ChannelData:
 class ChannelOrder(ChannelData):
     """The order in which a cache tensor holds the channels: cached channel ``j`` of KV head ``h``
     is the model's channel ``order[h, j]``. Make one with `of`."""
+
+    word: ClassVar[str] = "channel order"
 
     @staticmethod
     def of(order: Tensor) -> ChannelOrder:
@@ -90,6 +101,60 @@ class ChannelOrder(ChannelData):
 
 
 @dataclass(frozen=True, repr=False)
+class ChannelRotation(ChannelData):
+    """The orthogonal matrix by which a cache tensor holds the channels: those of KV head ``h`` are
+    ``x @ R[h]``. Make one with `of`."""
+
+    word: ClassVar[str] = "channel rotation"
+
+    @staticmethod
+    def of(rotation: Tensor) -> ChannelRotation:
+        """From ``rotation``, floating ``[H, D, D]``, which is kept in float32.
+
+        Raises:
+            PlanError: if it has another dtype or shape, or a matrix is not orthogonal.
+        """
+        square = isinstance(rotation, Tensor) and rotation.dim() == 3
+        square = square and rotation.shape[1] == rotation.shape[2]
+        if not square or not rotation.is_floating_point() or not rotation.numel():
+            raise PlanError(
+                f"A channel rotation is {_kind(rotation)}; allowed: floating [heads, D, D]."
+            )
+        wide = rotation.detach().double().cpu()
+        identity = torch.eye(wide.shape[1], dtype=wide.dtype)
+        error = float((wide @ wide.transpose(1, 2) - identity).abs().max())
+        # Not true of a NaN either.
+        if not error <= _ORTHOGONAL:
+            raise PlanError(
+                f"A channel rotation is not orthogonal: R @ R.T differs from 1 by {error:.3g}."
+            )
+        data = wide.float().numpy().astype("<f4").tobytes()
+        return ChannelRotation(rotation.shape[0], data, "float32")
+
+    @property
+    def dim(self) -> int:
+        """Channels per head."""
+        return math.isqrt(self._numbers)
+
+    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        """The matrices, float32 ``[H, D, D]``; shared, not to be changed."""
+        return _read(self, str(device)).view(self.heads, self.dim, self.dim)
+
+    def store(self, x: Tensor) -> Tensor:
+        """``x`` ``[B, H, n, D]``, in the model's basis, as the cache holds it, in the dtype of
+        ``x`` (computed in float32)."""
+        return (x.float() @ self.tensor(x.device)).to(x.dtype)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Inverse of `store`."""
+        return (x.float() @ self.tensor(x.device).transpose(1, 2)).to(x.dtype)
+
+
+# How the channels of each head are held: all of the model's, in an order or rotated.
+ChannelBasis = ChannelOrder | ChannelRotation
+
+
+@dataclass(frozen=True, repr=False)
 class ChannelRanges(ChannelData):
     """The qparams of a codec whose ranges are calibrated, see `kvpass.format.codec`. Make one with
     `of`."""
@@ -103,7 +168,7 @@ class ChannelRanges(ChannelData):
         """
         dtype = str(getattr(qparams, "dtype", type(qparams).__name__)).removeprefix("torch.")
         if (
-            dtype not in _DTYPES
+            dtype not in ("int32", "int16")
             or qparams.dim() != 3
             or qparams.shape[1] != 1
             or not qparams.numel()
@@ -115,6 +180,13 @@ class ChannelRanges(ChannelData):
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
         """The qparams ``[H, 1, D]``; shared, not to be changed."""
         return _read(self, str(device)).unsqueeze(1)
+
+
+def basis_of(numbers: Tensor) -> ChannelBasis:
+    """The order int64 ``[H, D]``, or the rotation floating ``[H, D, D]``, whose numbers these are;
+    raises as their ``of``."""
+    kind = ChannelRotation if numbers.is_floating_point() else ChannelOrder
+    return kind.of(numbers)
 
 
 @lru_cache(maxsize=1024)

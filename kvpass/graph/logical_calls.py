@@ -61,7 +61,7 @@ class AppendCall(LogicalCall):
     new: Node
     plan: str
     whole: bool = False
-    order: Node | None = None
+    basis: Node | None = None
     ranges: Node | None = None
     cos_sin: Node | None = None
     rope: str | None = None
@@ -99,23 +99,23 @@ class PackedCall(LogicalCall):
 
 
 @dataclass(frozen=True)
-class PermuteCall(LogicalCall):
-    """See `kvpass.ops.logical.permute_channels`."""
+class BasisCall(LogicalCall):
+    """See `kvpass.ops.logical.rotate_channels`."""
 
-    targets = (logical.permute_channels,)
+    targets = (logical.rotate_channels,)
 
     x: Node
-    order: Node
+    basis: Node
 
 
 @dataclass(frozen=True)
-class PermuteWeightCall(LogicalCall):
-    """See `kvpass.ops.logical.permute_weight`."""
+class WeightBasisCall(LogicalCall):
+    """See `kvpass.ops.logical.rotate_weight`."""
 
-    targets = (logical.permute_weight,)
+    targets = (logical.rotate_weight,)
 
     weight: Node
-    order: Node
+    basis: Node
     dim: int
 
 

@@ -32,7 +32,7 @@ def verify_rewritten(graph: Graph) -> None:
             if len(others) > 1:
                 raise GraphError(f"{past} is appended to twice: {others}.")
             example = past.meta.get("example_value")
-            if (getattr(example, "order", None) is None) != (call.order is None):
+            if (getattr(example, "basis", None) is None) != (call.basis is None):
                 raise GraphError(f"{node.name} appends channels in another order than the past's.")
 
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from kvpass.cocktail.placement import ChunkFormat, place
-from kvpass.format.channels import ChannelOrder
+from kvpass.format.channels import basis_of
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.parse import parse_plan
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
 from kvpass.ops import length as _length  # noqa: F401  (registers the op)
+from kvpass.ops.basis import rotate
+from kvpass.ops.basis import rotate_weight as _rotate_weight
 from kvpass.ops.cos_sin import rotated
 from kvpass.ops.library import op_of
 from kvpass.tensor import native
@@ -31,7 +33,7 @@ def append(
     new: Tensor,
     plan: str,
     whole: bool = False,
-    order: Tensor | None = None,
+    basis: Tensor | None = None,
     ranges: Tensor | None = None,
     cos_sin: Tensor | None = None,
     rope: str | None = None,
@@ -42,11 +44,12 @@ def append(
 
     Args:
         past: the tokens before.
-        new: in ``order``.
+        new: in ``basis``.
         plan: a printed `TensorPlan`.
         whole: all of a first prompt is kept although a window slides, since some of it may be taken
             back.
-        order: the `ChannelOrder` ``[H, D]`` of the result, and of ``past``.
+        basis: the order ``[H, D]`` or the rotation ``[H, D, D]`` of the channels of the result, and
+            of ``past``.
         ranges: qparams ``[H, 1, D]`` of a first prompt's codec, if they are calibrated.
         cos_sin: cosines and sines of ``new``, which is not rotated by them yet, see
             `kvpass.format.rope.Rope`. They are kept beside it, if it is rotated when it is read.
@@ -60,7 +63,7 @@ def append(
         state = torch.ops.kvpass.pack.default(new, str(stored), ranges)
         if cos_sin is not None:
             state.append(torch.ops.kvpass.pack_cos_sin.default(cos_sin, str(stored)))
-        kept = None if order is None else ChannelOrder.of(order)
+        kept = None if basis is None else basis_of(basis)
         return PackedKV.of_prompt(state, p, tokens, new.dtype, kept, stored)
     if past.plan.room is not None:
         torch.ops.kvpass.append.default(past.own, new, plan)
@@ -85,7 +88,7 @@ def attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """Softmax attention of ``q`` ``[B, Hq, n, D]`` over packed keys and values, see
-    `kvpass.ops.attention.attention`. The query comes in the order of the keys' storage, the result
+    `kvpass.ops.attention.attention`. The query comes in the basis of the keys' storage, the result
     in that of the values'."""
     return cast(
         Tensor,
@@ -101,7 +104,7 @@ def reorder_chunks(
     new: Tensor,
     plan: str,
     whole: bool = False,
-    order: Tensor | None = None,
+    basis: Tensor | None = None,
 ) -> PackedKV:
     """`append` of a prompt by a `ChunkedPlan`: ``new`` ``[B, H, n, D]`` in the order of the bits
     that `kvpass.cocktail.use` has set for its chunks; see `kvpass.ops.chunks`."""
@@ -112,7 +115,7 @@ def reorder_chunks(
         torch.ops.kvpass.extend_chunks.default(pasts[0].own, new, placed.scatter_index, plan)
         return placed.extended(pasts[0].extended(new.shape[2]))
     state = torch.ops.kvpass.reorder_chunks.default(new, placed.scatter_index, plan)
-    return placed.fresh(state, p, new.dtype, None if order is None else ChannelOrder.of(order))
+    return placed.fresh(state, p, new.dtype, None if basis is None else basis_of(basis))
 
 
 def slide(packed: PackedKV) -> PackedKV:
@@ -128,7 +131,7 @@ def unpack(packed: PackedKV) -> Tensor:
 
 
 def stored(packed: PackedKV) -> Tensor:
-    """The plain tensor ``[B, H, T, D]``, its channels in the order of the storage."""
+    """The plain tensor ``[B, H, T, D]``, its channels in the basis of the storage."""
     return packed.stored()
 
 
@@ -138,27 +141,19 @@ def length(packed: PackedKV) -> Tensor:
     return cast(Tensor, torch.ops.kvpass.length.default(packed.segment_ends, side_by_side))
 
 
-def permute_channels(x: Tensor, order: Tensor) -> Tensor:
-    """``out[..., j] = x[..., order[..., j]]``.
-
-    Args:
-        x: ``[..., D]``.
-        order: int64 ``[..., D]`` with as many dimensions, of size one where the order does not
-            depend on them, as it must where ``x`` has that many.
-    """
-    return torch.take_along_dim(x, order, dim=-1)
+def rotate_channels(x: Tensor, basis: Tensor) -> Tensor:
+    """``x`` with its channels in another basis, see `kvpass.ops.basis.rotate`."""
+    return rotate(x, basis)
 
 
-def permute_weight(weight: Tensor, order: Tensor, dim: int) -> Tensor:
-    """``weight`` with its entries along ``dim`` taken in ``order``, int64 of any shape, which
-    takes the place of ``dim`` in the result. Computed once, outside the graph."""
-    out: Tensor = weight.index_select(dim, order.flatten()).unflatten(dim, order.shape)
-    return out
+def rotate_weight(weight: Tensor, basis: Tensor, dim: int) -> Tensor:
+    """See `kvpass.ops.basis.rotate_weight`. Computed once, outside the graph."""
+    return _rotate_weight(weight, basis, dim)
 
 
 # fmt: off
 LOGICAL = (
-    append, attention, length, permute_channels, permute_weight, reorder_chunks, slide, stored,
+    append, attention, length, reorder_chunks, rotate_channels, rotate_weight, slide, stored,
     unpack,
 )
 # fmt: on

@@ -153,6 +153,6 @@ class Skvq(Recipe):
             return replace(plan, codec=codec), order
 
         for layer in plans:
-            (keys, key_order), (values, value_order) = (ordered(layer, kind) for kind in STORED)
-            plans[layer] = LayerPlan(keys, values, key_order, value_order)
+            (keys, key_basis), (values, value_basis) = (ordered(layer, kind) for kind in STORED)
+            plans[layer] = LayerPlan(keys, values, key_basis, value_basis)
         return plans

@@ -9,14 +9,14 @@ from kvpass.graph.pattern import Miss
 from kvpass.rules.base import Context as Context
 from kvpass.rules.base import Event as Event
 from kvpass.rules.base import Rule as Rule
+from kvpass.rules.basis.push_basis import BasisLeft, PushBasis, ShareTables
+from kvpass.rules.basis.rotate_channels import CancelRotations, RotateChannels
 from kvpass.rules.cache_before_rope import CacheBeforeRope
 from kvpass.rules.decode_reader import DecodeReader, ReadSize
 from kvpass.rules.fuse_append_attention import FuseAppendAttention
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.fuse_rope_append import FuseRopeAppend
 from kvpass.rules.mask_to_bounds import MaskToBounds
-from kvpass.rules.permutation.permute_channels import PermuteChannels
-from kvpass.rules.permutation.push_order import ChannelGather, PushOrder, ShareTables
 from kvpass.rules.position_on_device import PositionOnDevice
 from kvpass.rules.quantize_cache import QuantizeCache
 from kvpass.rules.quantize_static import QuantizeStatic
@@ -32,11 +32,12 @@ RULES: list[Rule] = [
     MaskToBounds(),
     DecodeReader(),
     ShareHeads(),
-    PermuteChannels(),
-    PushOrder(),
+    RotateChannels(),
+    PushBasis(),
+    CancelRotations(),
     ShareTables(),
     FuseRopeAppend(),
-    ChannelGather(),
+    BasisLeft(),
     ReorderChunks(),
     PositionOnDevice(),
 ]

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from kvpass.format.channels import ChannelOrder
+from kvpass.format.channels import ChannelBasis
 from kvpass.graph.analysis.effects import Writes, changed_storages
 from kvpass.graph.analysis.masks import Masks
 from kvpass.graph.analysis.sites import Sites
@@ -80,11 +80,11 @@ class Context:
     replayed: bool = False
     served_by: ServedBy = lambda node: ("aten", ())
 
-    def replaced(self, origin: Node, packed: Node, order: ChannelOrder | None) -> None:
+    def replaced(self, origin: Node, packed: Node, basis: ChannelBasis | None) -> None:
         """Notes that ``packed`` stands for ``origin``, a cat or a static buffer of `sites`, and in
-        which order a cache tensor that is still empty stores its channels."""
+        which basis a cache tensor that is still empty stores its channels."""
         self.packed[origin] = packed
-        packed.meta |= {"origin": origin, "order": order}
+        packed.meta |= {"origin": origin, "basis": basis}
 
     @cached_property
     def writes(self) -> Writes:

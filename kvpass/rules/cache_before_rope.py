@@ -15,9 +15,9 @@ from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.spellings import VIEWS, argument, op_name
 from kvpass.rules.base import Context, Rule
-from kvpass.rules.permutation.base import is_last, shape_of
-from kvpass.rules.permutation.rotary import Rotation, rotation
-from kvpass.rules.permutation.views import joins_last, last_slice
+from kvpass.rules.basis.base import is_last, shape_of
+from kvpass.rules.basis.rotary import Rotation, rotation
+from kvpass.rules.basis.views import joins_last, last_slice
 
 # Products of the weights, behind which no rotary embedding is looked for.
 _SOURCES = {"addmm", "linear", "matmul"}

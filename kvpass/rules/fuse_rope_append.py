@@ -14,8 +14,8 @@ from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.spellings import op_name
 from kvpass.rules.base import Context, Rule
+from kvpass.rules.basis.base import shape_of
 from kvpass.rules.cache_before_rope import RopeMatch, behind_casts, last_rotated, shared_cos_sin
-from kvpass.rules.permutation.base import shape_of
 
 
 # Where the append rotates x by cos_sin, one for all layers, in float32, and rounds once, which is
@@ -37,7 +37,7 @@ class FuseRopeAppend(Rule):
         if shape_of(new)[2] > MAX_STEP:
             return None
         found = last_rotated(new)
-        if isinstance(found, Miss) and call.order is not None:
+        if isinstance(found, Miss) and call.basis is not None:
             return Miss("cosines and sines follow the order of the stored channels", new)
         if not isinstance(found, RopeMatch):
             return found

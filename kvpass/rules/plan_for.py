@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from kvpass.errors import PlanError
-from kvpass.format.channels import ChannelOrder, ChannelRanges
+from kvpass.format.channels import ChannelBasis, ChannelRanges
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.pattern import Miss
@@ -22,13 +22,13 @@ class StoragePlan:
     Attributes:
         role: what attention reads it as.
         plan: its own.
-        order: of the channels of one that is still empty; None for the model's own.
+        basis: of the channels of one that is still empty; None for the model's own.
         ranges: calibrated ones of one that is still empty.
     """
 
     role: str
     plan: TensorPlan
-    order: ChannelOrder | None = None
+    basis: ChannelBasis | None = None
     ranges: ChannelRanges | None = None
 
     def __str__(self) -> str:
@@ -80,11 +80,11 @@ def plan_for(new: Node, read: Node, context: Context) -> StoragePlan | Miss:
     layer = context.planner.layer_plan(site.path, key_dim, value_dim)
     layer.check(site.path, key_dim, value_dim, kv_heads)
     if role == "values":
-        return StoragePlan(role, layer.values, layer.value_order)
+        return StoragePlan(role, layer.values, layer.value_basis)
     if context.sites.static(read) and (layer.before_rope or layer.keys.codec.static_ranges):
         return Miss("a static cache takes no calibrated keys, and none before RoPE", read)
     found = pre_rope(new, read, context) if layer.before_rope else None
     if isinstance(found, Miss):
         return found
     plan = layer.keys if found is None else replace(layer.keys, rope=found.rope)
-    return StoragePlan(role, plan, layer.key_order, layer.key_ranges)
+    return StoragePlan(role, plan, layer.key_basis, layer.key_ranges)

@@ -10,8 +10,8 @@ from kvpass.format.retention import MAX_STEP
 from kvpass.graph.analysis.effects import changes
 from kvpass.graph.analysis.reads import last_reader
 from kvpass.graph.analysis.updates import CacheUpdate
+from kvpass.graph.bases import constant_beside
 from kvpass.graph.logical_calls import AppendCall, PackedCall
-from kvpass.graph.orders import constant_beside
 from kvpass.graph.packed_readers import unpacked
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.ops import logical
@@ -82,7 +82,7 @@ class QuantizeCache(Rule):
             elif update.new is not node:
                 node.replace_all_uses_with(update.new)
                 graph.erase_node(node)
-        context.replaced(node, packed, stored.order)
+        context.replaced(node, packed, stored.basis)
         return str(stored)
 
 

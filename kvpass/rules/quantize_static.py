@@ -60,7 +60,7 @@ class QuantizeStatic(Rule):
         plan = stored.plan
         if update.plain:
             # The graph runs as it is, and the buffer is packed when it has run.
-            update.write.meta["pack_after"] = (update, plan, stored.order)
+            update.write.meta["pack_after"] = (update, plan, stored.basis)
             return f"{stored}, packed after this call"
         n = update.new.meta["example_value"].shape[2]
         if update.past is None:
@@ -80,7 +80,7 @@ class QuantizeStatic(Rule):
             update.buffer.replace_all_uses_with(plain, lambda user: user is not plain)
             with graph.inserting_after(last_reader(plain)):
                 packed = _append(update, plan, context)
-        context.replaced(update.buffer, packed, stored.order)
+        context.replaced(update.buffer, packed, stored.basis)
         return str(stored)
 
 

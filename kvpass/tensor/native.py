@@ -29,7 +29,7 @@ def rebuilt(
     length = old.shape[2] if length is None else length
     written = old.written if written is None else written
     dtype = State(state, old.plan).tokens.dtype
-    handle = type(old)(state, old.plan, length, dtype, written=written, order=old.order)
+    handle = type(old)(state, old.plan, length, dtype, written=written, basis=old.basis)
     handle.mark_dynamic()
     return handle
 
@@ -37,7 +37,7 @@ def rebuilt(
 @handles(aten.detach.default, aten.alias.default)
 def same(x: PackedKV) -> PackedKV:
     """Another handle on the same storage, of the same age."""
-    handle = type(x)(x.state, x.plan, x.shape[2], x.dtype, written=x.written, order=x.order)
+    handle = type(x)(x.state, x.plan, x.shape[2], x.dtype, written=x.written, basis=x.basis)
     handle._steps, handle._born = x._steps, x._born
     return handle
 
@@ -159,7 +159,7 @@ def slice_traced(
 
 
 def _traced(x: PackedKV, tokens: int) -> PackedKV:
-    return type(x)(x.state, x.plan, tokens, x.dtype, order=x.order)
+    return type(x)(x.state, x.plan, tokens, x.dtype, basis=x.basis)
 
 
 @handles(aten.cat.default)
@@ -186,7 +186,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     first.check()
     result = clone(first)
     for new in rest:
-        result = extend(result, new if first.order is None else first.order.store(new))
+        result = extend(result, new if first.basis is None else first.basis.store(new))
     return result
 
 
@@ -200,7 +200,7 @@ def extend(x: PackedKV, new: Tensor) -> PackedKV:
 def _cat_batch(tensors: Sequence[Tensor]) -> Any:
     packed = [t for t in tensors if isinstance(t, PackedKV)]
     first = packed[0]
-    kinds = {(t.plan, t.order, t.shape[1:]) for t in packed}
+    kinds = {(t.plan, t.basis, t.shape[1:]) for t in packed}
     if len(packed) != len(tensors) or len(kinds) > 1:
         return NotImplemented
     for t in packed:
@@ -248,7 +248,7 @@ def index_copy_(x: PackedKV, dim: int, index: Tensor, source: Tensor) -> Any:
             f"A static cache of {x.written} tokens is written at {index.tolist()}; packed, only "
             "the next positions can be written."
         )
-    stored = source if x.order is None else x.order.store(source)
+    stored = source if x.basis is None else x.basis.store(source)
     torch.ops.kvpass.append.default(x.own, stored, str(x.plan))
     x.written += new
     return x

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import is_traced, make_wrapper, tree_leaves, tree_map_only, written_arguments
-from kvpass.format.channels import ChannelOrder
+from kvpass.format.channels import ChannelBasis, ChannelOrder, ChannelRotation
 from kvpass.format.codec import Codec
 from kvpass.format.retention import RetentionPolicy
 from kvpass.format.rope import Rope
@@ -20,7 +20,7 @@ from kvpass.tensor.dispatch import HANDLERS, note_decode, write_refused
 from kvpass.tensor.storage import PackedStorage
 
 # What is known of a `PackedKV` beside its inner tensors; Dynamo guards on it.
-Meta = tuple[TensorPlan, torch.dtype, ChannelOrder | None]
+Meta = tuple[TensorPlan, torch.dtype, ChannelBasis | None]
 
 
 class PackedKV(PackedStorage):
@@ -31,7 +31,7 @@ class PackedKV(PackedStorage):
     compiled step extends the storage in place and returns a new handle; older handles then raise
     `StaleHandleError`.
 
-    What goes in and comes out here has its channels in the model's own order; ops on ``state`` know
+    What goes in and comes out here has its channels in the model's own basis; ops on ``state`` know
     nothing of it.
     """
 
@@ -43,10 +43,10 @@ class PackedKV(PackedStorage):
         dtype: torch.dtype,
         stride: Sequence[int] | None = None,
         written: int | None = None,
-        order: ChannelOrder | None = None,
+        basis: ChannelBasis | None = None,
     ) -> Self:
         """Wraps ``state``, which stands for ``tokens`` tokens of logical type ``dtype``, whose
-        channels are in ``order``; its last segment ends at ``written`` (default: ``tokens``)."""
+        channels are in ``basis``; its last segment ends at ``written`` (default: ``tokens``)."""
         shaped = State(state, plan).tokens
         size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
         self = make_wrapper(cls, size, stride, shaped, dtype)
@@ -55,7 +55,7 @@ class PackedKV(PackedStorage):
             setattr(self, name, tensor)
         self._steps, self._born = [0], 0
         self.written = tokens if written is None else written
-        self.order = order
+        self.basis = basis
         return cast(Self, self)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,19 +68,19 @@ class PackedKV(PackedStorage):
         plan: TensorPlan,
         tokens: int,
         dtype: torch.dtype,
-        order: ChannelOrder | None = None,
+        basis: ChannelBasis | None = None,
         stored: TensorPlan | None = None,
     ) -> Self:
         """Wraps what ``kvpass::pack`` has made of a first prompt of ``tokens`` tokens by the plan
         ``stored``, which is ``plan`` by default."""
         stored = plan if stored is None else stored
         written, logical = tokens - stored.skipped(tokens), stored.logical(tokens)
-        packed = cls(state, plan, logical, dtype, written=written, order=order)
+        packed = cls(state, plan, logical, dtype, written=written, basis=basis)
         packed.mark_dynamic()
         return packed
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
-        return list(self.plan.layout.names), (self.plan, self.dtype, self.order)
+        return list(self.plan.layout.names), (self.plan, self.dtype, self.basis)
 
     @classmethod
     def __tensor_unflatten__(
@@ -90,9 +90,9 @@ class PackedKV(PackedStorage):
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> Self:
-        plan, dtype, order = meta
+        plan, dtype, basis = meta
         state = [inner[name] for name in plan.layout.names]
-        return cls(state, plan, outer_size[2], dtype, outer_stride, order=order)
+        return cls(state, plan, outer_size[2], dtype, outer_stride, basis=basis)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -134,10 +134,10 @@ class PackedKV(PackedStorage):
     def decode(self) -> Tensor:
         """The plain tensor ``[B, H, T, D]`` that this one stands for."""
         out = self.stored()
-        return out if self.order is None or is_traced(out) else self.order.restore(out)
+        return out if self.basis is None or is_traced(out) else self.basis.restore(out)
 
     def stored(self) -> Tensor:
-        """`decode` with the channels in the order in which they are stored."""
+        """`decode` with the channels in the basis in which they are stored."""
         if is_traced(self.segment_ends):
             return self.segment_ends.new_empty(self.shape, dtype=self.dtype)
         self.check()
@@ -222,5 +222,5 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 # torch.load refuses classes that it does not know.
 torch.serialization.add_safe_globals(
-    [PackedKV, TensorPlan, RetentionPolicy, Codec, ChannelOrder, Rope]
+    [PackedKV, TensorPlan, RetentionPolicy, Codec, ChannelOrder, ChannelRotation, Rope]
 )

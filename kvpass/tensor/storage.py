@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass._torch import mark_dynamic
 from kvpass.errors import CacheFullError, StaleHandleError
-from kvpass.format.channels import ChannelOrder
+from kvpass.format.channels import ChannelBasis
 from kvpass.format.layout import Field
 from kvpass.format.retention import MAX_STEP
 from kvpass.format.state import State, StateTensors
@@ -23,12 +23,12 @@ class PackedStorage(StateTensors, Tensor):
 
     Attributes:
         written: where the last segment ends, as the host knows it.
-        order: in which order ``codes`` and ``window`` hold the channels of each head, None if in
+        basis: how ``codes`` and ``window`` hold the channels of each head, None if in
             the model's own.
     """
 
     written: int
-    order: ChannelOrder | None
+    basis: ChannelBasis | None
     # Shared by all handles on one storage: how many steps have extended it.
     _steps: list[int]
     _born: int

@@ -190,8 +190,8 @@ def _layer_plan(layer: Any) -> LayerPlan:
     keys, values = (
         TensorPlan() if x is None else TensorPlan(x.plan.codec, x.plan.retention) for x in packed
     )
-    key_order, value_order = (None if x is None else x.order for x in packed)
-    return LayerPlan(keys, values, key_order, value_order)
+    key_basis, value_basis = (None if x is None else x.basis for x in packed)
+    return LayerPlan(keys, values, key_basis, value_basis)
 
 
 def problem_of(error: BaseException) -> str:

@@ -36,7 +36,7 @@ def test_compiled_equals_the_oracle_and_every_order_is_folded(family: str) -> No
     assert all(
         torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
     )
-    orders = [o for layer in plan.layers.values() for o in (layer.key_order, layer.value_order)]
+    orders = [o for layer in plan.layers.values() for o in (layer.key_basis, layer.value_basis)]
     assert len(orders) == 4
     assert None not in orders
     steps = [20, 1, 1, 5, 1, 1, 1]
@@ -56,7 +56,7 @@ def test_every_switch_changes_the_plan() -> None:
     assert len(layer.values.codec.clip) == 4
     assert layer.keys.retention == RetentionPolicy(window=8, pack_every=1, sinks=3)
     plain = plan_for(model, reorder=False).layers["model.layers.0.self_attn"]
-    assert plain.key_order is plain.value_order is None
+    assert plain.key_basis is plain.value_basis is None
     unclipped = plan_for(model, "skvq-k2v1.5", clip=False, reorder="clusters", fp8=False)
     found = unclipped.layers["model.layers.0.self_attn"]
     assert str(found.values).startswith("int1.5.token8.sizes")

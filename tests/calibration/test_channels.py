@@ -14,7 +14,7 @@ from kvpass.errors import OptionError
 from kvpass.format.codec import Codec
 from kvpass.format.groups import Groups
 from kvpass.format.rope import Rope
-from kvpass.rules.permutation.rotary import keeps_halves, keeps_neighbours
+from kvpass.rules.basis.rotary import keeps_halves, keeps_neighbours
 from tests.strategies import SEEDS, randn
 
 HALVES, NEIGHBOURS = (Rope("halves", 0, 16),), (Rope("neighbours", 0, 16),)

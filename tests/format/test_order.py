@@ -15,7 +15,7 @@ from kvpass.format.quantize import decode, encode
 from kvpass.ops import logical
 from kvpass.oracle import OracleLayer
 from kvpass.tensor.dispatch import DECODES
-from tests.orders import free
+from tests.bases import free
 from tests.strategies import randn
 from tests.tensor.test_packed import KEYS, NATIVE, VALUES, equal
 
@@ -67,10 +67,10 @@ def test_operations_are_in_the_models_order(op, plan):
     where groups of channels are the same in both."""
     x = randn(2, 2, 37, 16)
     source = ordered(plan, x)
-    assert source.order == ORDER
+    assert source.basis == ORDER
     result = op(source)
     assert isinstance(result, PackedKV)
-    assert result.order == ORDER
+    assert result.basis == ORDER
     # The same on permuted channels, without kvpass knowing of it.
     other = logical.append(None, ORDER.store(x), plan)
     if op in [NATIVE[name] for name in ("cat", "cat of three")]:
@@ -109,7 +109,7 @@ def test_static_writes_are_in_the_models_order():
 
 def test_the_oracle_rounds_permuted_channels():
     plan = parse_plan(TOKENS)
-    layer = OracleLayer(LayerPlan(plan, plan, key_order=ORDER))
+    layer = OracleLayer(LayerPlan(plan, plan, key_basis=ORDER))
     x = randn(1, 2, 40, 16)
     layer.update(x, x)
     codec = plan.codec

@@ -79,14 +79,14 @@ def readable(packed: PackedKV, tokens: int) -> Tensor:
     """The last ``tokens`` tokens, of which a ring holds more than its handle stands for."""
     plan = str(packed.plan)
     out: Tensor = torch.ops.kvpass.unpack.default(packed.state, tokens, plan, packed.dtype)
-    return out if packed.order is None else packed.order.restore(out)
+    return out if packed.basis is None else packed.basis.restore(out)
 
 
 def stored_once(x: Tensor, packed: PackedKV, count: int) -> Tensor:
     """``x`` as a first prompt comes back of which ``count`` tokens were packed like ``packed``."""
-    if packed.order is None:
+    if packed.basis is None:
         return rounded(x, packed.plan, count)
-    return packed.order.restore(rounded(packed.order.store(x), packed.plan, count))
+    return packed.basis.restore(rounded(packed.basis.store(x), packed.plan, count))
 
 
 class Recorder:

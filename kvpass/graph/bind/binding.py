@@ -13,7 +13,7 @@ from kvpass._torch import Size
 from kvpass.cocktail.placement import ChunkFormat, place
 from kvpass.cocktail.placement import Placed as Placed
 from kvpass.folding import Fold
-from kvpass.format.channels import ChannelOrder
+from kvpass.format.channels import ChannelBasis
 from kvpass.format.tensor_plan import TensorPlan
 
 
@@ -37,7 +37,7 @@ class ExtendedOutput:
 class FreshOutput:
     """A cache tensor made of the results from ``first`` on, from ``new`` tokens.
 
-    ``stored`` is the plan by which they were packed, ``order`` that of their channels, ``shared``
+    ``stored`` is the plan by which they were packed, ``basis`` that of their channels, ``shared``
     the results that hold what all layers share.
     """
 
@@ -46,7 +46,7 @@ class FreshOutput:
     stored: TensorPlan
     new: Size
     dtype: torch.dtype
-    order: ChannelOrder | None = None
+    basis: ChannelBasis | None = None
     shared: tuple[int, ...] = ()
 
 
@@ -101,14 +101,14 @@ class PlainBuffer:
         argument: the buffer.
         counter: the argument that says how many tokens were written before; None for a window that
             is full after the call.
-        order: of the stored channels.
+        basis: of the stored channels.
     """
 
     argument: int
     plan: TensorPlan
     counter: int | None
     new: Size
-    order: ChannelOrder | None = None
+    basis: ChannelBasis | None = None
 
 
 @dataclass(frozen=True)

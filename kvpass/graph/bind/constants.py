@@ -1,4 +1,4 @@
-"""Binds permuted weights and constants, which become arguments."""
+"""Binds weights in other bases and constants, which become arguments."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.fx import Graph, Node
 
 from kvpass._torch import mark_static_input
 from kvpass.folding import Fold
+from kvpass.graph.bases import constant_value, drop_constants, is_constant
 from kvpass.graph.calls import add_argument
-from kvpass.graph.logical_calls import PermuteWeightCall
-from kvpass.graph.orders import constant_value, drop_constants, is_constant
+from kvpass.graph.logical_calls import WeightBasisCall
 from kvpass.ops import logical
 
 
@@ -28,9 +28,9 @@ def bind_constants(
         Those, and example arguments for all of them.
     """
     folds: dict[Node, Fold] = {}
-    for node in graph.find_nodes(op="call_function", target=logical.permute_weight):
-        call = PermuteWeightCall.at(node)
-        folds[node] = Fold(positions[call.weight], constant_value(call.order), call.dim)
+    for node in graph.find_nodes(op="call_function", target=logical.rotate_weight):
+        call = WeightBasisCall.at(node)
+        folds[node] = Fold(positions[call.weight], constant_value(call.basis), call.dim)
     examples = [_argument(node) for node in folds]
     used = [n for n in graph.find_nodes(op="get_attr") if is_constant(n) and n.users]
     constants = [constant_value(node) for node in used]

@@ -18,10 +18,12 @@ from torch.fx import Graph, Node
 
 from kvpass._torch import Size, inner_source, mark_static_input, symbol_node, symbol_positions
 from kvpass.errors import GraphError
-from kvpass.format.channels import ChannelOrder
+from kvpass.format.channels import ChannelBasis
+from kvpass.format.channels import basis_of as basis_of_numbers
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.static import StaticUpdate
+from kvpass.graph.bases import constant_beside, constant_node, constant_value, inverse, of_heads
 from kvpass.graph.bind.binding import (
     Binding,
     ExtendedOutput,
@@ -39,12 +41,12 @@ from kvpass.graph.calls import add_call
 from kvpass.graph.logical_calls import (
     AppendCall,
     AttentionCall,
+    BasisCall,
     PackedCall,
-    PermuteCall,
     behind_slides,
 )
-from kvpass.graph.orders import constant_beside, constant_node, constant_value, inverse
 from kvpass.ops import logical
+from kvpass.ops.basis import rotate
 from kvpass.ops.library import op_of
 from kvpass.tensor.packed import PackedKV
 
@@ -66,7 +68,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
     buffers = tuple(binder.plain_buffers())
     outputs = binder.bind_outputs()
     for node in reversed(list(graph.nodes)):
-        bound = node.target in logical.LOGICAL and node.target is not logical.permute_weight
+        bound = node.target in logical.LOGICAL and node.target is not logical.rotate_weight
         if bound or node in binder.arguments:
             graph.erase_node(node)
     folds, constants, more = bind_constants(graph, binder.positions)
@@ -112,7 +114,7 @@ class _Binder:
             logical.append: self._append,
             logical.attention: self._attention,
             logical.length: self._length,
-            logical.permute_channels: self._permute,
+            logical.rotate_channels: self._rotate,
             logical.reorder_chunks: self._reorder,
             logical.slide: self._slide,
             logical.stored: self._unpack,
@@ -234,9 +236,9 @@ class _Binder:
     def plain_buffers(self) -> Iterator[PlainBuffer]:
         for node in self.graph.nodes:
             if (found := node.meta.get("pack_after")) is not None:
-                update, plan, order = found
+                update, plan, basis = found
                 argument, counter = self.positions[update.buffer], self._position(update.counter)
-                yield PlainBuffer(argument, plan, counter, self._tokens(update.new), order)
+                yield PlainBuffer(argument, plan, counter, self._tokens(update.new), basis)
 
     def _attention(self, node: Node) -> None:
         call = AttentionCall.at(node)
@@ -261,31 +263,30 @@ class _Binder:
         unpack, plan = op_of(self.plans[packed], "unpack"), str(self.plans[packed])
         tokens = symbol_node(self.graph, example.shape[2])
         bound = add_call(self.graph, unpack, self.state[packed], tokens, plan, example.dtype)
-        order = self._order(packed) if node.target is logical.unpack else None
-        if order is not None:
-            index = inverse(order.tensor())[None, :, None]
-            constant = constant_node(self.graph, index, example.device)
-            bound = self._permuted(bound, constant, example)
+        basis = self._basis(packed) if node.target is logical.unpack else None
+        if basis is not None:
+            constant = constant_node(self.graph, inverse(of_heads(basis)), example.device)
+            bound = self._rotated(bound, constant, example)
         node.replace_all_uses_with(bound)
 
-    def _permute(self, node: Node) -> None:
-        call = PermuteCall.at(node)
-        bound = self._permuted(call.x, call.order, node.meta["example_value"])
+    def _rotate(self, node: Node) -> None:
+        call = BasisCall.at(node)
+        bound = self._rotated(call.x, call.basis, node.meta["example_value"])
         node.replace_all_uses_with(bound)
 
-    def _permuted(self, x: Node, order: Node, example: Tensor) -> Node:
-        node = self.graph.call_function(torch.take_along_dim, (x, order), {"dim": -1})
+    def _rotated(self, x: Node, basis: Node, example: Tensor) -> Node:
+        node = self.graph.call_function(rotate, (x, basis))
         node.meta["example_value"] = example
         return node
 
-    def _order(self, packed: Node) -> ChannelOrder | None:
-        """The order of the channels of a packed tensor."""
+    def _basis(self, packed: Node) -> ChannelBasis | None:
+        """The basis of the channels of a packed tensor."""
         packed = behind_slides(packed)
         if packed.op == "placeholder":
-            order: ChannelOrder | None = packed.meta["example_value"].order
-            return order
-        constant = AppendCall.at(packed).order
-        return None if constant is None else ChannelOrder.of(constant_value(constant))
+            basis: ChannelBasis | None = packed.meta["example_value"].basis
+            return basis
+        constant = AppendCall.at(packed).basis
+        return None if constant is None else basis_of_numbers(constant_value(constant))
 
     def bind_outputs(self) -> tuple[Output, ...]:
         output = self.graph.output_node()
@@ -315,11 +316,11 @@ class _Binder:
                 message = f"{result.name} appends to {call.past}, which is not a cache argument."
                 raise GraphError(message)
             return ExtendedOutput(self.arguments[call.past], count, tokens)
-        own, order = self._own(result), self._order(result)
+        own, basis = self._own(result), self._basis(result)
         shared = self.state[result][len(own) :]
         inner += [node for node in shared if node not in inner]
         found = tuple(inner.index(node) for node in shared)
         first, dtype = len(inner), call.new.meta["example_value"].dtype
         inner += own
         plan, stored = self.plans[result], self._stored(result)
-        return FreshOutput(first, plan, stored, count, dtype, order, found)
+        return FreshOutput(first, plan, stored, count, dtype, basis, found)

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from kvpass import ChannelOrder, LayerPlan, Plan
 from kvpass.format.parse import parse_plan
 from kvpass.ops import logical
+from tests.bases import free
 from tests.graph.recorder import Record, run
-from tests.orders import free
 from tests.rules.test_fuse_attention import eager, sdpa, sdpa_repeated
 from tests.strategies import SEEDS, randn
 
@@ -26,12 +26,12 @@ def order(seed: int, heads: int = 2, dim: int = 16) -> ChannelOrder:
     return ChannelOrder.of(free(heads, dim, torch.Generator().manual_seed(seed)))
 
 
-ORDERED = Plan(LayerPlan(key_order=order(1), value_order=order(2)))
-CODED = Plan(LayerPlan(KEYS, KEYS, key_order=order(1), value_order=order(2)))
+ORDERED = Plan(LayerPlan(key_basis=order(1), value_basis=order(2)))
+CODED = Plan(LayerPlan(KEYS, KEYS, key_basis=order(1), value_basis=order(2)))
 
 
 def gathers(record: Record) -> int:
-    found = record.after.graph.find_nodes(op="call_function", target=logical.permute_channels)
+    found = record.after.graph.find_nodes(op="call_function", target=logical.rotate_channels)
     return len(found)
 
 
@@ -40,7 +40,7 @@ def gathers(record: Record) -> int:
 def test_applies_to_prompts_and_steps(attend):
     prefill, decode, *more = run(attend, [20, 1, 3, 20], ORDERED)
     for record in (prefill, decode, *more):
-        assert record.fired("permute_channels") >= 3
+        assert record.fired("rotate_channels") >= 3
         # Nothing computes q, k and v here, and what reads the output is unknown.
         reasons = [detail for _, detail in record.refused()]
         assert gathers(record) == len(reasons) == 4
@@ -50,7 +50,7 @@ def test_applies_to_prompts_and_steps(attend):
 
 def test_does_not_apply_without_orders():
     for record in run(sdpa, [20, 1], Plan()):
-        assert record.fired("permute_channels") == 0
+        assert record.fired("rotate_channels") == 0
         assert record.refused() == []
 
 
@@ -58,7 +58,7 @@ def test_codecs_see_permuted_channels():
     run(sdpa, [20, 1, 1], CODED)
 
 
-@pytest.mark.parametrize("kind", ["key_order", "value_order"])
+@pytest.mark.parametrize("kind", ["key_basis", "value_basis"])
 def test_one_order_alone(kind):
     plan = Plan(LayerPlan(**{kind: order(3)}))
     for record in run(eager, [20, 1], plan):
@@ -73,9 +73,9 @@ def test_keys_that_are_read_elsewhere_stay_in_the_models_order():
 
     prefill, decode = run(attend, [20, 1], ORDERED)
     refused = dict(prefill.refused())
-    assert refused["permute_channels"] == "l_k_ is read by sum as well (at sum_1)"
+    assert refused["rotate_channels"] == "l_k_ is read by sum as well (at sum_1)"
     # The cache is decoded for the sum, in the model's order.
-    assert any("read in the model's order" in detail for _, detail in decode.refused())
+    assert any("read in the model's basis" in detail for _, detail in decode.refused())
 
 
 def test_what_is_changed_in_place_is_permuted_when_it_is_read():

@@ -1,4 +1,4 @@
-"""Permutations of channels, and operations that move elements or choose some."""
+"""Bases of channels, and operations that move elements or choose some."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch import same_shape
 from kvpass.graph.analysis.reads import permuted_dims
-from kvpass.graph.logical_calls import PermuteCall
-from kvpass.graph.orders import (
+from kvpass.graph.analysis.scores import number
+from kvpass.graph.bases import (
+    basis_of,
+    changes_basis,
+    channels,
     composed,
     constant_node,
     embedded,
-    index_of,
-    is_permutation,
+    in_basis,
+    is_rotation,
+    leaves,
     merged,
+    on_rank,
     part,
-    permuted,
+    rank,
+    transposed,
 )
+from kvpass.graph.logical_calls import BasisCall
 from kvpass.graph.pattern import Miss
 from kvpass.graph.spellings import argument, op_name, set_argument
-from kvpass.rules.permutation.base import (
+from kvpass.rules.basis.base import (
     Moved,
     changed_miss,
     is_last,
@@ -36,32 +42,32 @@ from kvpass.rules.permutation.base import (
 )
 
 
-# P(Q(x)) = (P o Q)(x)
-def compose_up(x: Node, index: Tensor) -> Moved:
-    """Two permutations are one, or none."""
-    if (call := PermuteCall.of(x)) is None:
+# R(Q(x)) = (R o Q)(x)
+def compose_up(x: Node, basis: Tensor) -> Moved:
+    """Two changes are one, or none."""
+    if (call := BasisCall.of(x)) is None:
         return None
-    both, device = composed(index_of(x), index), x.meta["example_value"].device
-    PermuteCall(call.x, constant_node(x.graph, both, device)).write(x)
+    both, device = composed(basis_of(x), basis), x.meta["example_value"].device
+    BasisCall(call.x, constant_node(x.graph, both, device)).write(x)
     return [x]
 
 
-# P(transpose(x)) = transpose(P'(x)),  where P' is P with its own dimensions transposed likewise
-def transpose_up(x: Node, index: Tensor) -> Moved:
+# R(transpose(x)) = transpose(R'(x)),  where R' is R with its own dimensions transposed likewise
+def transpose_up(x: Node, basis: Tensor) -> Moved:
     """Moves through a change of the dimensions' order that leaves the last one in place."""
     dims = _order_of_dims(x)
     if not isinstance(dims, list):
         return dims
     back = [dims.index(d) for d in range(len(dims))]
-    return moved_up(x, x.all_input_nodes[0], index.permute(back))
+    return moved_up(x, x.all_input_nodes[0], transposed(basis, back))
 
 
-def transpose_down(reader: Node, permute: Node, index: Tensor) -> Moved:
+def transpose_down(reader: Node, rotate: Node, basis: Tensor) -> Moved:
     """Moves behind a change of the dimensions' order that leaves the last one in place."""
     dims = _order_of_dims(reader)
     if not isinstance(dims, list):
         return dims
-    return moved_down(reader, permute, index.permute(dims))
+    return moved_down(reader, rotate, transposed(basis, dims))
 
 
 def _order_of_dims(node: Node) -> list[int] | Miss | None:
@@ -79,60 +85,60 @@ def _order_of_dims(node: Node) -> list[int] | Miss | None:
     return dims if dims[-1] == len(dims) - 1 else Miss("the channels are transposed", node)
 
 
-# P(reshape(x, [..., a, b])) = reshape(P'(x), [..., a, b]),  P' on a * b channels doing what P does
-def reshape_up(x: Node, index: Tensor) -> Moved:
+# R(reshape(x, [..., a, b])) = reshape(R'(x), [..., a, b]),  R' on a * b channels doing what R does
+def reshape_up(x: Node, basis: Tensor) -> Moved:
     """Moves through a view that splits channels into heads, or leaves them as they are."""
     if op_name(x) != "reshape":
         return None
     source = x.all_input_nodes[0]
-    before = _through(shape_of(source), shape_of(x), index)
+    before = _through(shape_of(source), shape_of(x), basis)
     if before is None:
         return Miss("the view does more than split the channels into heads", x)
     return moved_up(x, source, before)
 
 
-def reshape_down(reader: Node, permute: Node, index: Tensor) -> Moved:
+def reshape_down(reader: Node, rotate: Node, basis: Tensor) -> Moved:
     """Moves behind a view that joins heads to channels, or leaves them as they are."""
     if op_name(reader) != "reshape":
         return None
-    behind = _through(shape_of(reader), shape_of(permute), index)
+    behind = _through(shape_of(reader), shape_of(rotate), basis)
     if behind is None:
         return Miss("the view does more than join heads to channels", reader)
-    return moved_down(reader, permute, behind)
+    return moved_down(reader, rotate, behind)
 
 
-def _through(joined: Sequence[Any], split: Sequence[Any], index: Tensor) -> Tensor | None:
-    """The index on ``joined`` that does what ``index`` does on its view ``split``."""
+def _through(joined: Sequence[Any], split: Sequence[Any], basis: Tensor) -> Tensor | None:
+    """The basis on ``joined`` that does what ``basis`` does on its view ``split``."""
     if same_shape(joined, split):
-        return index
+        return basis
     for count in range(1, len(split) + 1):
         sizes = split[-count:]
         if not all(isinstance(size, int) for size in sizes):
             return None
         if math.prod(sizes) == joined[-1]:
-            found = merged(index, sizes)
-            return None if found is None else found.view(*[1] * (len(joined) - 1), -1)
+            found = merged(basis, sizes)
+            return None if found is None else on_rank(found, len(joined))
     return None
 
 
-# P(x[..., a:b]) = P'(x)[..., a:b],  where P' is P on the channels a ... b and moves no others
-def slice_up(x: Node, index: Tensor) -> Moved:
+# R(x[..., a:b]) = R'(x)[..., a:b],  where R' is R on the channels a ... b and leaves the others
+def slice_up(x: Node, basis: Tensor) -> Moved:
     """Moves through a choice of channels: ``x[..., a:b]``, ``chunk`` or ``split``."""
     if op_name(x) != "getitem":
         return None
     found = _chosen_channels(x)
-    if found is None or found[2] - found[1] != index.shape[-1]:
+    if found is None or found[2] - found[1] != channels(basis):
         return Miss("it is no run of channels", x)
     source, start, _ = found
     if miss := changed_miss(source):
         return miss
-    every = embedded(index, start, int(shape_of(source)[-1]))
+    every = embedded(basis, start, int(shape_of(source)[-1]))
     parts = x.all_input_nodes[0] if x.all_input_nodes[0] is not source else x
-    others = [user for user in source.users if user is not parts and not is_permutation(user)]
+    others = [user for user in source.users if user is not parts and not changes_basis(user)]
     for other in others:
         if not unmoved(other, every):
             return Miss(f"{source.name} is read by {op_name(other)} as well", other)
-    moved = permuted(source, every)
+    moved = in_basis(source, every)
     for reader in (*others, parts):
         reader.replace_input_with(source, moved)
     return [] if moved is source else [moved]
@@ -154,9 +160,9 @@ def _chosen_channels(node: Node) -> tuple[Node, int, int] | None:
     return source, channels.start, max(channels.start, channels.stop)
 
 
-# P(cat([a, b], -1)) = cat([P1(a), P2(b)], -1),  where P is P1 on the channels of a and P2 on b's
-# P(cat([a, b], d))  = cat([P(a), P(b)], d),     for other dimensions d that P does not depend on
-def cat_up(x: Node, index: Tensor) -> Moved:
+# R(cat([a, b], -1)) = cat([R1(a), R2(b)], -1),  where R is R1 on the channels of a and R2 on b's
+# R(cat([a, b], d))  = cat([R(a), R(b)], d),     for other dimensions d that R does not depend on
+def cat_up(x: Node, basis: Tensor) -> Moved:
     """Moves through what joins channels, as partial rotary embeddings do, or tokens."""
     if op_name(x) != "cat":
         return None
@@ -166,15 +172,15 @@ def cat_up(x: Node, index: Tensor) -> Moved:
     parts: list[Tensor | None]
     if is_last(dim, x):
         ends = [0, *accumulate(int(shape_of(t)[-1]) for t in tensors)]
-        parts = [part(index, *bounds) for bounds in pairwise(ends)]
+        parts = [part(basis, *bounds) for bounds in pairwise(ends)]
     else:
-        parts = [index if index.shape[dim] == 1 else None] * len(tensors)
+        parts = [basis if basis.shape[dim] == 1 else None] * len(tensors)
     known = [p for p in parts if p is not None]
-    if len(known) < len(parts) or any(len(shape_of(t)) != index.dim() for t in tensors):
-        return Miss("the order mixes channels that are joined", x)
+    if len(known) < len(parts) or any(len(shape_of(t)) != rank(basis) for t in tensors):
+        return Miss("it mixes channels that are joined", x)
     if miss := changed_miss(*tensors):
         return miss
-    moved = [permuted(t, i) for t, i in zip(tensors, known, strict=True)]
+    moved = [in_basis(t, i) for t, i in zip(tensors, known, strict=True)]
     set_argument(x, "tensors", type(tensors)(moved))
     return [m for m, t in zip(moved, tensors, strict=True) if m is not t]
 
@@ -188,14 +194,14 @@ def last_slice(node: Any) -> range | None:
     """The channels that ``node`` chooses if it is ``x[..., a:b:c]``."""
     if op_name(node) != "getitem" or not isinstance(source := argument(node, "input"), Node):
         return None
-    example, index = source.meta.get("example_value"), argument(node, "index")
-    if not isinstance(example, Tensor) or not isinstance(index, tuple) or not index:
+    example, basis = source.meta.get("example_value"), argument(node, "index")
+    if not isinstance(example, Tensor) or not isinstance(basis, tuple) or not basis:
         return None
-    *others, last = index
+    *others, last = basis
     rest = [i for i in others if i is not Ellipsis]
     if any(not isinstance(i, slice) or i != slice(None) for i in rest):
         return None
-    if len(rest) == len(others) and len(index) != example.dim():
+    if len(rest) == len(others) and len(basis) != example.dim():
         return None
     bounds = (last.start, last.stop, last.step) if isinstance(last, slice) else ()
     if not bounds or any(not isinstance(bound, int | None) for bound in bounds):
@@ -203,19 +209,21 @@ def last_slice(node: Any) -> range | None:
     return range(*last.indices(int(example.shape[-1])))
 
 
-# f(x) = f(P(x)),  for f that chooses channels which P does not move, and for sums of squares
-def unmoved(reader: Node, index: Tensor) -> bool:
-    """Whether ``reader`` gives the same of ``permute(x, index)`` as of ``x``, which it reads."""
+# f(x) = f(R(x)),  for f that chooses channels which R leaves, and for the mean of squares
+# f(x) = f(P(x)),  for the means of all powers
+def unmoved(reader: Node, basis: Tensor) -> bool:
+    """Whether ``reader`` gives the same of ``rotate(x, basis)`` as of ``x``, which it reads."""
     if op_name(reader) == "getitem":
         chosen = last_slice(reader)
         if chosen is None:
             return False
-        channels = torch.tensor(list(chosen), dtype=torch.int64)
-        return bool((index[..., channels] == channels).all())
+        return leaves(basis, list(chosen))
     if op_name(reader) == "pow":
+        if is_rotation(basis) and number(argument(reader, "exponent")) != 2:
+            return False
         reads_only = reader.all_input_nodes == [argument(reader, "input")]
         return reads_only and bool(reader.users) and all(map(_is_mean, reader.users))
-    return _is_mean(reader)
+    return _is_mean(reader) and not is_rotation(basis)
 
 
 def _is_mean(node: Node) -> bool:

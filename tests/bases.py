@@ -1,4 +1,4 @@
-"""Random orders of channels that fold into the weights of the tests' models."""
+"""Random bases of channels for the tests' models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import ChannelOrder, LayerPlan, Plan, TensorPlan
+from kvpass import ChannelOrder, ChannelRotation, LayerPlan, Plan, TensorPlan
 
 # Channels that are rotated, of 16; and families whose pairs are neighbours.
 ROTATED = {"phi": 8, "glm4": 8, "gpt_neox": 8, "opt": 0, "gpt2": 0}
@@ -34,17 +34,22 @@ def paired(
     return torch.cat([order, rotated + free(heads, dim - rotated, generator)], dim=1)
 
 
+def heads_and_dim(config: Any) -> tuple[int, int]:
+    """KV heads, and channels of each."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return heads, dim
+
+
 def layer_plan(
     model: Any, keys: TensorPlan = PLAIN, values: TensorPlan = PLAIN, seed: int = 0
 ) -> LayerPlan:
     """Orders for one layer of a model of `tests.models`; those of the keys can be folded."""
     generator = torch.Generator().manual_seed(seed)
-    config, family = model.config, model.config.model_type
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    family, (heads, dim) = model.config.model_type, heads_and_dim(model.config)
     rotated = ROTATED.get(family, dim)
-    key_order = paired(heads, dim, generator, rotated, family in NEIGHBOURS)
-    orders = (ChannelOrder.of(x) for x in (key_order, free(heads, dim, generator)))
+    key_basis = paired(heads, dim, generator, rotated, family in NEIGHBOURS)
+    orders = (ChannelOrder.of(x) for x in (key_basis, free(heads, dim, generator)))
     return LayerPlan(keys, values, *orders)
 
 
@@ -52,3 +57,20 @@ def plan(model: Any, keys: TensorPlan = PLAIN, values: TensorPlan = PLAIN) -> Pl
     """Each layer has orders of its own."""
     layers = range(model.config.num_hidden_layers)
     return Plan(layers={str(i): layer_plan(model, keys, values, seed=i) for i in layers})
+
+
+def orthogonal(heads: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Any rotation of each head's channels, ``[heads, dim, dim]``."""
+    return torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator))[0]
+
+
+def rotated_plan(model: Any, keys: TensorPlan = PLAIN, values: TensorPlan = PLAIN) -> Plan:
+    """Each layer has rotations of its own."""
+
+    def layer(seed: int) -> LayerPlan:
+        generator = torch.Generator().manual_seed(seed)
+        shape = heads_and_dim(model.config)
+        found = (ChannelRotation.of(orthogonal(*shape, generator)) for _ in range(2))
+        return LayerPlan(keys, values, *found)
+
+    return Plan(layers={str(i): layer(i) for i in range(model.config.num_hidden_layers)})

@@ -1,4 +1,4 @@
-"""Permutations of channels, and rotary position embeddings."""
+"""Bases of channels, and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch import same_shape
-from kvpass.graph.orders import permuted
+from kvpass.graph.bases import blocks, channels, in_basis, is_rotation, rank
 from kvpass.graph.pattern import Miss
 from kvpass.graph.spellings import VIEWS, argument, op_name
-from kvpass.rules.permutation.base import Moved, changed_miss, operands, shape_of
-from kvpass.rules.permutation.views import joins_last, last_slice
+from kvpass.rules.basis.base import Moved, changed_miss, operands, shape_of
+from kvpass.rules.basis.views import joins_last, last_slice
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,18 @@ class Rotation:
 #
 # where rotate(x) is cat(-x[D/2:], x[:D/2]) and P keeps the pairs (i, i + D/2) and their order, or
 # rotate(x) makes (-b, a) of the neighbours (a, b), and P keeps the pairs (2i, 2i + 1) and theirs.
-def rotary_up(x: Node, index: Tensor) -> Moved:
+#
+# R(x * cos + rotate(x) * sin) = R(x) * cos + rotate(R(x)) * sin
+#
+# where R turns each pair, as the embedding does: two turns of a plane commute.
+def rotary_up(x: Node, basis: Tensor) -> Moved:
     """Moves through a rotary embedding; its cosines and sines get the order of the pairs."""
     if (found := rotation(x)) is None:
         return None
-    keeps = keeps_halves if found.kind == "halves" else keeps_neighbours
-    if not keeps(index):
+    if is_rotation(basis):
+        if not turns_pairs(basis, found.kind):
+            return Miss("the rotation mixes pairs of the rotary embedding", x)
+    elif not (keeps_halves if found.kind == "halves" else keeps_neighbours)(basis):
         return Miss("the order does not keep the pairs of the rotary embedding", x)
     tables, inner = (found.cos, found.sin), found.inner
     for node in inner:
@@ -52,15 +58,15 @@ def rotary_up(x: Node, index: Tensor) -> Moved:
                 return Miss(f"{node.name} is read by {op_name(user)} as well", user)
     if miss := changed_miss(found.x, *tables, *inner):
         return miss
-    if any(len(shape_of(t)) != index.dim() for t in (found.x, *tables)):
+    if any(len(shape_of(t)) != rank(basis) for t in (found.x, *tables)):
         return Miss("cosines and sines have other dimensions than what they rotate", x)
-    if any(shape_of(t)[-1] != index.shape[-1] for t in tables):
+    if any(shape_of(t)[-1] != channels(basis) for t in tables):
         return Miss("cosines and sines have other channels than what they rotate", x)
-    moved = permuted(found.x, index)
+    moved = in_basis(found.x, basis)
     for node in inner:
         node.replace_input_with(found.x, moved)
-    for product, table in zip(inner[:2], tables, strict=True):
-        product.replace_input_with(table, permuted(table, index, "stays"))
+    for product, table in zip(inner[:2], tables, strict=True) if not is_rotation(basis) else ():
+        product.replace_input_with(table, in_basis(table, basis, "stays"))
     return [] if moved is found.x else [moved]
 
 
@@ -82,21 +88,36 @@ def rotations(x: Node) -> list[tuple[int, int, bool]]:
     return rotations(source) if shape_of(source)[-1] == shape_of(x)[-1] else []
 
 
-def keeps_halves(index: Tensor) -> bool:
+def keeps_halves(basis: Tensor) -> bool:
     """Whether channels ``i`` and ``i + D/2`` become ``j`` and ``j + D/2``."""
-    half = index.shape[-1] // 2
-    first, second = index[..., :half], index[..., half:]
-    return index.shape[-1] % 2 == 0 and bool(
+    half = basis.shape[-1] // 2
+    first, second = basis[..., :half], basis[..., half:]
+    return basis.shape[-1] % 2 == 0 and bool(
         (first < half).all() and (second == first + half).all()
     )
 
 
-def keeps_neighbours(index: Tensor) -> bool:
+def keeps_neighbours(basis: Tensor) -> bool:
     """Whether channels ``2i`` and ``2i + 1`` become ``2j`` and ``2j + 1``."""
-    if index.shape[-1] % 2:
+    if basis.shape[-1] % 2:
         return False
-    first, second = index[..., 0::2], index[..., 1::2]
+    first, second = basis[..., 0::2], basis[..., 1::2]
     return bool((first % 2 == 0).all() and (second == first + 1).all())
+
+
+def turns_pairs(basis: Tensor, kind: Literal["halves", "neighbours"]) -> bool:
+    """Whether a rotation turns each pair of channels in its plane, and mixes no two pairs."""
+    count = channels(basis)
+    if count % 2:
+        return False
+    shape, first = ((2, -1), (-4, -2)) if kind == "halves" else ((-1, 2), (-3, -1))
+    # [..., component, pair, component, pair]
+    parts = blocks(basis, count).squeeze(-3).unflatten(-1, shape).unflatten(-3, shape)
+    parts = parts.movedim(first, (-4, -2))
+    same = torch.eye(count // 2, dtype=torch.bool).expand(parts[..., 0, :, 0, :].shape)
+    mixed = parts.transpose(-3, -2)[..., ~torch.eye(count // 2, dtype=torch.bool)]
+    a, b, c, d = (parts[..., i, :, j, :][same] for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)))
+    return not mixed.any() and a.equal(d) and b.equal(-c)
 
 
 def rotation(x: Node) -> Rotation | None:

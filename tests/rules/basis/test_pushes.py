@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node, symbolic_trace
 from torch.testing import assert_close
 
-from kvpass.graph.logical_calls import PermuteCall, PermuteWeightCall
-from kvpass.graph.orders import composed, index_of, inverse, is_permutation, permuted
+from kvpass.graph.bases import basis_of, changes_basis, composed, in_basis, inverse
+from kvpass.graph.logical_calls import BasisCall, WeightBasisCall
 from kvpass.graph.pattern import Miss
 from kvpass.ops import logical
-from kvpass.rules.permutation.arithmetic import elementwise_down, elementwise_up, scaled_up
-from kvpass.rules.permutation.push_order import DOWN, UP
-from kvpass.rules.permutation.rotary import keeps_halves, keeps_neighbours, rotary_up
-from kvpass.rules.permutation.views import (
+from kvpass.rules.basis.arithmetic import elementwise_down, elementwise_up, scaled_up
+from kvpass.rules.basis.push_basis import DOWN, UP
+from kvpass.rules.basis.rotary import keeps_halves, keeps_neighbours, rotary_up
+from kvpass.rules.basis.views import (
     cat_up,
     compose_up,
     reshape_down,
@@ -31,8 +31,8 @@ from kvpass.rules.permutation.views import (
     transpose_up,
     unmoved,
 )
-from kvpass.rules.permutation.weights import linear_down, linear_up
-from tests.orders import free, paired
+from kvpass.rules.basis.weights import linear_down, linear_up
+from tests.bases import free, paired
 from tests.strategies import SEEDS, randn
 
 SMALL = st.integers(1, 4)
@@ -77,7 +77,7 @@ def lifted(function: Callable[..., Any], args: tuple[Any, ...], index: Tensor, p
     """Checks ``P(function(...))`` before and after ``push``; returns the graph, or a `Miss`."""
     module = traced(function, args)
     (x,) = module.graph.output_node().all_input_nodes
-    permute = permuted(x, index)
+    permute = in_basis(x, index)
     if permute is x:
         return module
     x.replace_all_uses_with(permute, lambda user: user is not permute)
@@ -96,7 +96,7 @@ def lowered(function: Callable[..., Any], args: tuple[Any, ...], index: Tensor, 
     """Checks ``function(P(x), ...)`` before and after ``push``; returns the graph, or a `Miss`."""
     module = traced(function, args)
     x = next(iter(module.graph.nodes))
-    permute = permuted(x, index, "down")
+    permute = in_basis(x, index, "down")
     if permute is x:
         return module
     x.replace_all_uses_with(permute, lambda user: user is not permute)
@@ -111,22 +111,22 @@ def lowered(function: Callable[..., Any], args: tuple[Any, ...], index: Tensor, 
 
 
 def permutations(module: GraphModule) -> list[Node]:
-    return [node for node in module.graph.nodes if is_permutation(node)]
+    return [node for node in module.graph.nodes if changes_basis(node)]
 
 
 def folds(module: GraphModule) -> list[str]:
-    nodes = module.graph.find_nodes(op="call_function", target=logical.permute_weight)
-    return sorted(PermuteWeightCall.at(node).weight.name for node in nodes)
+    nodes = module.graph.find_nodes(op="call_function", target=logical.rotate_weight)
+    return sorted(WeightBasisCall.at(node).weight.name for node in nodes)
 
 
 @given(SMALL, SMALL, SEEDS)
 def test_arithmetic_of_indices(heads, dim, seed):
     x = randn(2, heads, 3, dim)
     first, second = heads_index(heads, dim, seed), heads_index(heads, dim, seed + 1)
-    once = logical.permute_channels(x, first)
-    twice = logical.permute_channels(once, second)
-    assert_close(logical.permute_channels(x, composed(first, second)), twice, rtol=0, atol=0)
-    assert_close(logical.permute_channels(once, inverse(first)), x, rtol=0, atol=0)
+    once = logical.rotate_channels(x, first)
+    twice = logical.rotate_channels(once, second)
+    assert_close(logical.rotate_channels(x, composed(first, second)), twice, rtol=0, atol=0)
+    assert_close(logical.rotate_channels(once, inverse(first)), x, rtol=0, atol=0)
 
 
 @given(SMALL, SMALL, SEEDS)
@@ -134,13 +134,13 @@ def test_compose(heads, dim, seed):
     x, first = randn(2, heads, 3, dim), heads_index(heads, dim, seed)
     module = traced(lambda x: x + 0, (x,))
     (source,) = module.graph.output_node().all_input_nodes
-    inner = permuted(source, first)
+    inner = in_basis(source, first)
     if inner is source:
         return
     for second in (heads_index(heads, dim, seed + 1), inverse(first)):
-        wanted = logical.permute_channels(logical.permute_channels(x, index_of(inner)), second)
+        wanted = logical.rotate_channels(logical.rotate_channels(x, basis_of(inner)), second)
         assert compose_up(inner, second) == [inner]
-        assert_close(logical.permute_channels(x, index_of(inner)), wanted, rtol=0, atol=0)
+        assert_close(logical.rotate_channels(x, basis_of(inner)), wanted, rtol=0, atol=0)
 
 
 @given(SMALL, SMALL, SMALL, SEEDS, st.sampled_from(["transpose", "permute"]))
@@ -194,7 +194,7 @@ def test_slice(dim, which, seed, name):
 
     module = traced(parts, (x,))
     chosen, _ = module.graph.output_node().args[0]
-    permute = permuted(chosen, index)
+    permute = in_basis(chosen, index)
     if permute is chosen:
         return
     chosen.replace_all_uses_with(permute, lambda user: user is not permute)
@@ -204,7 +204,7 @@ def test_slice(dim, which, seed, name):
     module.graph.erase_node(permute)
     assert_close(result(module, (x,)), before, rtol=0, atol=0)
     assert permutations(module) == [moved]
-    assert index_of(moved)[..., start : start + dim].equal(index + start)
+    assert basis_of(moved)[..., start : start + dim].equal(index + start)
 
 
 @given(SMALL, SMALL, SMALL, SMALL, SEEDS)
@@ -223,7 +223,7 @@ def test_cat_of_mixed_channels_is_refused():
     index = torch.tensor([[[[0, 2, 1, 3]]]])
     x = randn(1, 1, 1, 2)
     found = lifted(lambda x, y: torch.cat([x, y], dim=-1), (x, x), index, cat_up)
-    assert str(found) == "the order mixes channels that are joined (at cat)"
+    assert str(found) == "it mixes channels that are joined (at cat)"
 
 
 ELEMENTWISE = {
@@ -273,19 +273,19 @@ def test_scaled_by_a_norm(form, heads, dim, n, seed):
     (permute,) = permutations(module)
     (scaled,) = permute.all_input_nodes[:1]
     before = result(module, args)
-    moved = scaled_up(scaled, index_of(permute))
+    moved = scaled_up(scaled, basis_of(permute))
     permute.replace_all_uses_with(scaled)
     module.graph.erase_node(permute)
     assert_close(result(module, args), before, rtol=0, atol=ATOL)
     (inner,) = moved
     (square,) = (n for n in module.graph.nodes if n.target == "pow")
-    assert unmoved(square, index_of(inner))
+    assert unmoved(square, basis_of(inner))
 
 
 @given(SMALL, st.integers(2, 5), SEEDS)
 def test_sums_of_squares_have_no_order(heads, dim, seed):
     x, index = randn(2, heads, 3, dim), heads_index(heads, dim, seed)
-    moved = logical.permute_channels(x, index)
+    moved = logical.rotate_channels(x, index)
     wanted = x.pow(2).mean(-1, keepdim=True)
     assert_close(moved.pow(2).mean(-1, keepdim=True), wanted, rtol=0, atol=ATOL)
 
@@ -323,7 +323,7 @@ def test_rotary(neighbours, heads, pairs, n, seed):
     function = interleaved if neighbours else half_split(pairs)
     module = lifted(function, (x, cos, sin), index, rotary_up)
     assert isinstance(module, GraphModule)
-    sources = {PermuteCall.at(node).x.name for node in permutations(module)}
+    sources = {BasisCall.at(node).x.name for node in permutations(module)}
     assert sources in (set(), {"x", "cos", "sin"})
 
 
@@ -391,7 +391,7 @@ def test_one_weight_takes_up_several_orders(inner, dim, seed):
     y, _ = module.graph.output_node().args[0]
     wanted, total = result(module, (x, w))
     for index in (free(1, dim, rng(seed)), free(1, dim, rng(seed + 1))):
-        wanted = logical.permute_channels(wanted, index)
+        wanted = logical.rotate_channels(wanted, index)
         assert linear_up(y, index) == []
     got, same = result(module, (x, w))
     assert_close(got, wanted, rtol=0, atol=ATOL)
@@ -409,7 +409,7 @@ def test_what_is_no_parameter_is_refused():
         lambda x, w: nnf.linear(x, w), (randn(2, 3, 5), weight(3, 5)), free(3, 3, rng(1))[None],
         linear_up,
     )  # fmt: skip
-    assert str(found) == "the order is not one of the layer's channels (at linear)"
+    assert str(found) == "the basis is not one of the layer's channels (at linear)"
 
 
 def test_every_identity_is_tried():
