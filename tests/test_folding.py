@@ -275,7 +275,7 @@ def test_orders_that_break_pairs_stay_gathers() -> None:
         assert refusals(report) == [
             f"{reason}rotary embedding (at {name})" for name in ("q_embed", "k_embed")
         ]
-    assert "left    channel_gather" in str(explain(twin))
+    assert "left    basis_left" in str(explain(twin))
 
 
 def test_orders_for_another_model() -> None:

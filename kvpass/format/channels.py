@@ -103,13 +103,13 @@ class ChannelOrder(ChannelData):
 @dataclass(frozen=True, repr=False)
 class ChannelRotation(ChannelData):
     """The orthogonal matrix by which a cache tensor holds the channels: those of KV head ``h`` are
-    ``x @ R[h]``. Make one with `of`."""
+    ``x @ R[h]``, or ``x @ R[0]`` in all heads if there is one matrix. Make one with `of`."""
 
     word: ClassVar[str] = "channel rotation"
 
     @staticmethod
     def of(rotation: Tensor) -> ChannelRotation:
-        """From ``rotation``, floating ``[H, D, D]``, which is kept in float32.
+        """From ``rotation``, floating ``[H or 1, D, D]``, which is kept in float32.
 
         Raises:
             PlanError: if it has another dtype or shape, or a matrix is not orthogonal.
@@ -135,6 +135,10 @@ class ChannelRotation(ChannelData):
     def dim(self) -> int:
         """Channels per head."""
         return math.isqrt(self._numbers)
+
+    def unsupported_reason(self, heads: int | None, dim: int) -> str | None:
+        """See `ChannelData.unsupported_reason`; one matrix fits any number of heads."""
+        return super().unsupported_reason(None if self.heads == 1 else heads, dim)
 
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
         """The matrices, float32 ``[H, D, D]``; shared, not to be changed."""
