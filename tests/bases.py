@@ -64,13 +64,18 @@ def orthogonal(heads: int, dim: int, generator: torch.Generator) -> Tensor:
     return torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator))[0]
 
 
+def rotation(heads: int, dim: int, generator: torch.Generator) -> ChannelRotation:
+    """`orthogonal`, for a plan."""
+    return ChannelRotation.of(orthogonal(heads, dim, generator))
+
+
 def rotated_plan(model: Any, keys: TensorPlan = PLAIN, values: TensorPlan = PLAIN) -> Plan:
     """Each layer has rotations of its own."""
 
     def layer(seed: int) -> LayerPlan:
         generator = torch.Generator().manual_seed(seed)
         shape = heads_and_dim(model.config)
-        found = (ChannelRotation.of(orthogonal(*shape, generator)) for _ in range(2))
+        found = (rotation(*shape, generator) for _ in range(2))
         return LayerPlan(keys, values, *found)
 
     return Plan(layers={str(i): layer(i) for i in range(model.config.num_hidden_layers)})

@@ -26,13 +26,13 @@ from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import Calibration, LayerPlan, Plan
 from kvpass.recipes import recipe
 from kvpass.zoo.families import tiny_config
-from tests.bases import free
+from tests.bases import free, rotation
 from tests.strategies import SEEDS, tensor_plans
 
-ORDERS = st.none() | st.tuples(st.integers(1, 4), st.integers(1, 9), SEEDS).map(
-    lambda x: ChannelOrder.of(free(x[0], x[1], torch.Generator().manual_seed(x[2])))
-)
-LAYERS = st.builds(LayerPlan, tensor_plans(64), tensor_plans(64), ORDERS, ORDERS)
+SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 9), SEEDS.map(torch.Generator().manual_seed))
+BASES = st.none() | SHAPES.map(lambda x: ChannelOrder.of(free(*x)))
+BASES |= SHAPES.map(lambda x: rotation(*x))
+LAYERS = st.builds(LayerPlan, tensor_plans(64), tensor_plans(64), BASES, BASES)
 PLANS = st.builds(
     Plan, LAYERS, st.dictionaries(st.text(max_size=20), LAYERS, max_size=3), st.text()
 )

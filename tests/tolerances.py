@@ -21,6 +21,8 @@ LOGITS_BF16 = 6e-2
 LOGITS_CODE_FLIP = 1e-3
 # One attention in float32 against float64 on the same decoded values.
 ATTENTION_FP32 = 2e-6
+# Normal numbers rotated and rotated back: two sums of a few products in float32.
+ROTATED = 4e-6
 # One layer of an encoder in float32, a text alone or in a padded batch: values of the order of one.
 ENCODED = 1e-6
 # Relative error of attention in C++ against float64 on the same decoded values.

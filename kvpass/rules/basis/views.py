@@ -174,7 +174,7 @@ def cat_up(x: Node, basis: Tensor) -> Moved:
         ends = [0, *accumulate(int(shape_of(t)[-1]) for t in tensors)]
         parts = [part(basis, *bounds) for bounds in pairwise(ends)]
     else:
-        parts = [basis if basis.shape[dim] == 1 else None] * len(tensors)
+        parts = [basis if basis.shape[dim % rank(basis)] == 1 else None] * len(tensors)
     known = [p for p in parts if p is not None]
     if len(known) < len(parts) or any(len(shape_of(t)) != rank(basis) for t in tensors):
         return Miss("it mixes channels that are joined", x)

@@ -1,4 +1,4 @@
-"""The identities by which permutations of channels move, each over random shapes."""
+"""The identities by which changes of basis move, each over random shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,22 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node, symbolic_trace
 from torch.testing import assert_close
 
-from kvpass.graph.bases import basis_of, changes_basis, composed, in_basis, inverse
+from kvpass import ChannelOrder
+from kvpass.graph.bases import (
+    basis_of,
+    blocks,
+    changes_basis,
+    composed,
+    embedded,
+    in_basis,
+    inverse,
+    is_identity,
+    leaves,
+    of_heads,
+    on_rank,
+    part,
+    transposed,
+)
 from kvpass.graph.logical_calls import BasisCall, WeightBasisCall
 from kvpass.graph.pattern import Miss
 from kvpass.ops import logical
@@ -32,7 +47,7 @@ from kvpass.rules.basis.views import (
     unmoved,
 )
 from kvpass.rules.basis.weights import linear_down, linear_up
-from tests.bases import free, paired
+from tests.bases import free, orthogonal, paired, rotation
 from tests.strategies import SEEDS, randn
 
 SMALL = st.integers(1, 4)
@@ -45,9 +60,21 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def heads_index(heads: int, dim: int, seed: int) -> Tensor:
-    """A permutation of the channels of each head of ``[B, H, n, D]``."""
-    return free(heads, dim, rng(seed))[None, :, None]
+# Whether a basis is a rotation, not an order.
+ROTATES = st.booleans()
+
+
+def heads_basis(heads: int, dim: int, seed: int, rotates: bool = False) -> Tensor:
+    """A basis of the channels of each head of ``[B, H, n, D]``."""
+    if rotates:
+        return of_heads(rotation(heads, dim, rng(seed)))
+    return of_heads(ChannelOrder.of(free(heads, dim, rng(seed))))
+
+
+def flat_basis(dims: int, size: int, seed: int, rotates: bool = False, blocks: int = 1) -> Tensor:
+    """A basis of the channels of a tensor of so many dimensions; in blocks, if it rotates."""
+    own = orthogonal(blocks, size, rng(seed)) if rotates else free(1, blocks * size, rng(seed))[0]
+    return on_rank(own, dims)
 
 
 def weight(*shape: int, seed: int = 9) -> torch.nn.Parameter:
@@ -119,56 +146,77 @@ def folds(module: GraphModule) -> list[str]:
     return sorted(WeightBasisCall.at(node).weight.name for node in nodes)
 
 
-@given(SMALL, SMALL, SEEDS)
-def test_arithmetic_of_indices(heads, dim, seed):
-    x = randn(2, heads, 3, dim)
-    first, second = heads_index(heads, dim, seed), heads_index(heads, dim, seed + 1)
+@given(SMALL, SMALL, SEEDS, ROTATES, ROTATES)
+def test_arithmetic_of_bases(heads, dim, seed, one, other):
+    x, atol = randn(2, heads, 3, dim), ATOL * (one or other)
+    first, second = heads_basis(heads, dim, seed, one), heads_basis(heads, dim, seed + 1, other)
     once = logical.rotate_channels(x, first)
     twice = logical.rotate_channels(once, second)
-    assert_close(logical.rotate_channels(x, composed(first, second)), twice, rtol=0, atol=0)
-    assert_close(logical.rotate_channels(once, inverse(first)), x, rtol=0, atol=0)
+    assert_close(logical.rotate_channels(x, composed(first, second)), twice, rtol=0, atol=atol)
+    assert_close(logical.rotate_channels(once, inverse(first)), x, rtol=0, atol=atol)
+    assert is_identity(composed(first, inverse(first)))
 
 
-@given(SMALL, SMALL, SEEDS)
-def test_compose(heads, dim, seed):
-    x, first = randn(2, heads, 3, dim), heads_index(heads, dim, seed)
+@given(SMALL, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), SEEDS)
+def test_arithmetic_of_blocks(dim, few, more, seed):
+    """Rotations whose blocks are of different sizes, and parts of them."""
+    x = randn(2, few * more * dim)
+    fine = flat_basis(2, dim, seed, True, few * more)
+    coarse = flat_basis(2, few * dim, seed, True, more)
+    for first, second in ((fine, coarse), (coarse, fine)):
+        wanted = logical.rotate_channels(logical.rotate_channels(x, first), second)
+        got = logical.rotate_channels(x, composed(first, second))
+        assert_close(got, wanted, rtol=0, atol=ATOL)
+    wide = embedded(coarse, few * dim, (more + 2) * few * dim)
+    assert part(wide, few * dim, (more + 1) * few * dim).equal(coarse)
+    odd = embedded(fine, 1, few * more * dim + 3)
+    inner = part(odd, 1, few * more * dim + 1)
+    assert blocks(inner, few * more * dim).equal(blocks(fine, few * more * dim))
+    assert leaves(odd, [0, few * more * dim + 1])
+    assert dim == 1 or part(coarse, 0, 1) is None
+
+
+@given(SMALL, SMALL, SEEDS, ROTATES)
+def test_compose(heads, dim, seed, rotates):
+    x, first = randn(2, heads, 3, dim), heads_basis(heads, dim, seed, rotates)
     module = traced(lambda x: x + 0, (x,))
     (source,) = module.graph.output_node().all_input_nodes
     inner = in_basis(source, first)
     if inner is source:
         return
-    for second in (heads_index(heads, dim, seed + 1), inverse(first)):
+    for second in (heads_basis(heads, dim, seed + 1), inverse(first)):
         wanted = logical.rotate_channels(logical.rotate_channels(x, basis_of(inner)), second)
         assert compose_up(inner, second) == [inner]
-        assert_close(logical.rotate_channels(x, basis_of(inner)), wanted, rtol=0, atol=0)
+        got = logical.rotate_channels(x, basis_of(inner))
+        assert_close(got, wanted, rtol=0, atol=ATOL * rotates)
 
 
-@given(SMALL, SMALL, SMALL, SEEDS, st.sampled_from(["transpose", "permute"]))
-def test_transpose(n, heads, dim, seed, name):
+@given(SMALL, SMALL, SMALL, SEEDS, st.sampled_from(["transpose", "permute"]), ROTATES)
+def test_transpose(n, heads, dim, seed, name, rotates):
     args = (1, 2) if name == "transpose" else (0, 2, 1, 3)
-    x, index = randn(2, n, heads, dim), heads_index(heads, dim, seed)
+    x, index = randn(2, n, heads, dim), heads_basis(heads, dim, seed, rotates)
     move = lambda x: getattr(x, name)(*args)  # noqa: E731
     assert isinstance(lifted(move, (x,), index, transpose_up), GraphModule)
     assert isinstance(lowered(move, (x.transpose(1, 2),), index, transpose_down), GraphModule)
 
 
 def test_transposed_channels_are_refused():
-    index = heads_index(2, 3, 1)
+    index = heads_basis(2, 3, 1)
     found = lifted(lambda x: x.transpose(2, 3), (randn(1, 2, 3, 4),), index[..., :3], transpose_up)
     assert isinstance(found, Miss)
     assert str(found) == "the channels are transposed (at transpose)"
 
 
-@given(SMALL, SMALL, SMALL, SEEDS)
-def test_reshape(n, heads, dim, seed):
-    index = free(heads, dim, rng(seed))[None, None]
+@given(SMALL, SMALL, SMALL, SEEDS, ROTATES)
+def test_reshape(n, heads, dim, seed, rotates):
+    index = transposed(heads_basis(heads, dim, seed, rotates), [0, 2, 1, 3])
     split = lifted(
         lambda x: x.view(2, n, heads, dim), (randn(2, n, heads * dim),), index, reshape_up
     )
     joined = lowered(lambda x: x.reshape(2, n, -1), (randn(2, n, heads, dim),), index, reshape_down)
     assert isinstance(split, GraphModule)
     assert isinstance(joined, GraphModule)
-    flat = free(1, dim, rng(seed))
+    flat = flat_basis(2, dim, seed, rotates)
     same = lifted(lambda x: x.view(-1, dim), (randn(2, n, dim),), flat, reshape_up)
     assert isinstance(same, GraphModule)
 
@@ -178,10 +226,10 @@ def test_reshape_that_mixes_heads_is_refused():
     assert str(found) == "the view does more than split the channels into heads (at reshape)"
 
 
-@given(SMALL, st.integers(1, 3), SEEDS, st.sampled_from(["slice", "chunk", "split"]))
-def test_slice(dim, which, seed, name):
-    """Of three runs of channels, one is permuted; the others are read as they were."""
-    index = free(1, dim, rng(seed))[None]
+@given(SMALL, st.integers(1, 3), SEEDS, st.sampled_from(["slice", "chunk", "split"]), ROTATES)
+def test_slice(dim, which, seed, name, rotates):
+    """Of three runs of channels, one is changed; the others are read as they were."""
+    index = flat_basis(3, dim, seed, rotates)
     x, start = randn(2, 3, 3 * dim), (which - 1) * dim
 
     def parts(x):
@@ -204,14 +252,15 @@ def test_slice(dim, which, seed, name):
     module.graph.erase_node(permute)
     assert_close(result(module, (x,)), before, rtol=0, atol=0)
     assert permutations(module) == [moved]
-    assert basis_of(moved)[..., start : start + dim].equal(index + start)
+    assert part(basis_of(moved), start, start + dim).equal(index)
 
 
-@given(SMALL, SMALL, SMALL, SMALL, SEEDS)
-def test_cat(heads, first, second, n, seed):
-    parts = [heads_index(heads, dim, seed + dim) for dim in (first, second)]
+@given(SMALL, SMALL, SMALL, SMALL, SEEDS, ROTATES)
+def test_cat(heads, first, second, n, seed, rotates):
+    parts = [heads_basis(heads, dim, seed + dim, rotates) for dim in (first, second)]
     x, y = randn(2, heads, n, first), randn(2, heads, n, second, seed=1)
-    index = torch.cat([parts[0], parts[1] + first], dim=-1)
+    both = (embedded(parts[0], 0, first + second), embedded(parts[1], first, first + second))
+    index = composed(*both)
     join = lambda x, y: torch.cat([x, y], dim=-1)  # noqa: E731
     assert isinstance(lifted(join, (x, y), index, cat_up), GraphModule)
     z = randn(2, heads, 3, first, seed=2)
@@ -240,17 +289,33 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("function", ELEMENTWISE.values(), ids=ELEMENTWISE)
-@given(SMALL, SMALL, SEEDS)
-def test_elementwise(function, heads, dim, seed):
-    args, index = (randn(2, heads, 3, dim),), heads_index(heads, dim, seed)
-    assert isinstance(lifted(function, args, index, elementwise_up), GraphModule)
-    assert isinstance(lowered(function, args, index, elementwise_down), GraphModule)
+@given(SMALL, SMALL, SEEDS, ROTATES)
+def test_elementwise(function, heads, dim, seed, rotates):
+    args, index = (randn(2, heads, 3, dim),), heads_basis(heads, dim, seed, rotates)
+    moved = [lifted(function, args, index, elementwise_up)]
+    moved.append(lowered(function, args, index, elementwise_down))
+    if function is ELEMENTWISE["shift"] and not is_identity(index) and rotates:
+        assert {str(x) for x in moved} == {
+            "sub is not linear in the channels that are rotated (at sub)"
+        }
+    else:
+        assert all(isinstance(x, GraphModule) for x in moved)
+
+
+@given(SMALL, st.integers(2, 5), SEEDS)
+def test_factors_and_rotations(heads, dim, seed):
+    """One for each token passes, one for each channel does not, and no quotient by what rotates."""
+    args, basis = (randn(2, heads, 3, dim), weight(dim)), heads_basis(heads, dim, seed, True)
+    by_token = lambda x, t: t * x  # noqa: E731
+    assert isinstance(lifted(by_token, (args[0], args[0][..., :1]), basis, scaled_up), GraphModule)
+    for function in (lambda x, w: x * w, lambda x, w: w / x, lambda x, w: x + w):
+        assert not isinstance(lifted(function, args, basis, scaled_up), GraphModule)
 
 
 def test_dropout_that_drops_is_refused():
     module = traced(lambda x: nnf.dropout(x, 0.5), (randn(1, 2, 3, 4),))
     (dropout,) = module.graph.output_node().all_input_nodes
-    found = elementwise_up(dropout, heads_index(2, 4, 0))
+    found = elementwise_up(dropout, heads_basis(2, 4, 0))
     assert str(found) == "dropout chooses channels (at dropout)"
 
 
@@ -264,7 +329,7 @@ def norm(x: Tensor, w: Tensor, form: str) -> Tensor:
 def test_scaled_by_a_norm(form, heads, dim, n, seed):
     """Both factors of a norm: one per channel, a parameter, and one per head and token."""
     args = (randn(2, heads, n, dim), weight(dim))
-    index = heads_index(heads, dim, seed)
+    index = heads_basis(heads, dim, seed)
     module = lifted(lambda x, w: norm(x, w, form), args, index, scaled_up)
     assert isinstance(module, GraphModule)
     if not permutations(module):
@@ -282,9 +347,9 @@ def test_scaled_by_a_norm(form, heads, dim, n, seed):
     assert unmoved(square, basis_of(inner))
 
 
-@given(SMALL, st.integers(2, 5), SEEDS)
-def test_sums_of_squares_have_no_order(heads, dim, seed):
-    x, index = randn(2, heads, 3, dim), heads_index(heads, dim, seed)
+@given(SMALL, st.integers(2, 5), SEEDS, ROTATES)
+def test_sums_of_squares_have_no_basis(heads, dim, seed, rotates):
+    x, index = randn(2, heads, 3, dim), heads_basis(heads, dim, seed, rotates)
     moved = logical.rotate_channels(x, index)
     wanted = x.pow(2).mean(-1, keepdim=True)
     assert_close(moved.pow(2).mean(-1, keepdim=True), wanted, rtol=0, atol=ATOL)
@@ -299,7 +364,7 @@ def test_other_factors_are_refused(by):
         "buffer": (lambda x, y: x * y, (x, randn(4))),
         "matrix": (lambda x, y: x * y, (x, weight(3, 4))),
     }
-    found = lifted(*functions[by], heads_index(2, 4, 1), scaled_up)
+    found = lifted(*functions[by], heads_basis(2, 4, 1), scaled_up)
     assert isinstance(found, Miss)
 
 
@@ -327,9 +392,32 @@ def test_rotary(neighbours, heads, pairs, n, seed):
     assert sources in (set(), {"x", "cos", "sin"})
 
 
+@pytest.mark.parametrize("neighbours", [False, True], ids=["half_split", "interleaved"])
+@given(SMALL, PAIRS, SMALL, SEEDS)
+def test_rotary_and_turns_of_its_pairs(neighbours, heads, pairs, n, seed):
+    x, angle = randn(2, heads, n, 2 * pairs), randn(heads, pairs, seed=seed)
+    cos, sin = (randn(2, 1, n, pairs, seed=s) for s in (1, 2))
+    cos, sin = (
+        t.repeat_interleave(2, -1) if neighbours else torch.cat([t, t], -1) for t in (cos, sin)
+    )
+    turn = torch.stack([angle.cos(), angle.sin(), -angle.sin(), angle.cos()], -1).view(-1, 2, 2)
+    basis = torch.zeros(heads, pairs, 2, pairs, 2)
+    basis[:, range(pairs), :, range(pairs)] = turn.view(heads, pairs, 2, 2).transpose(0, 1)
+    dims = (0, 1, 2, 3, 4) if neighbours else (0, 2, 1, 4, 3)
+    basis = basis.permute(dims).reshape(1, heads, 1, 1, 2 * pairs, 2 * pairs)
+    function = interleaved if neighbours else half_split(pairs)
+    module = lifted(function, (x, cos, sin), basis, rotary_up)
+    assert isinstance(module, GraphModule)
+    assert {BasisCall.at(node).x.name for node in permutations(module)} <= {"x"}
+    if pairs > 1:
+        mixed = heads_basis(heads, 2 * pairs, seed, True)
+        found = lifted(function, (x, cos, sin), mixed, rotary_up)
+        assert found.reason == "the rotation mixes pairs of the rotary embedding"
+
+
 @given(st.integers(2, 5), SEEDS)
 def test_orders_that_break_pairs_are_refused(pairs, seed):
-    index = heads_index(2, 2 * pairs, seed)
+    index = heads_basis(2, 2 * pairs, seed)
     args = tuple(randn(1, h, 2, 2 * pairs, seed=h) for h in (2, 1, 1))
     for function, keeps in ((half_split(pairs), keeps_halves), (interleaved, keeps_neighbours)):
         if not keeps(index):
@@ -351,10 +439,10 @@ def test_a_rotation_that_is_read_elsewhere_is_refused():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@given(SMALL, SMALL, SMALL, SEEDS)
-def test_linear(bias, inner, heads, dim, seed):
+@given(SMALL, SMALL, SMALL, SEEDS, ROTATES)
+def test_linear(bias, inner, heads, dim, seed, rotates):
     c = heads * dim
-    index = free(1, c, rng(seed))[None]
+    index = flat_basis(3, dim, seed, rotates, heads)
     cases = ((lifted, linear_up, c, inner), (lowered, linear_down, inner, c))
     for check, push, rows, columns in cases:
         args = (randn(2, 3, columns), weight(rows, columns), *[weight(rows)] * bias)
@@ -366,10 +454,10 @@ def test_linear(bias, inner, heads, dim, seed):
         assert folds(module) in ([], names)
 
 
-@given(SMALL, SMALL, SMALL, SEEDS)
-def test_addmm(inner, heads, dim, seed):
+@given(SMALL, SMALL, SMALL, SEEDS, ROTATES)
+def test_addmm(inner, heads, dim, seed, rotates):
     c = heads * dim
-    index = free(1, c, rng(seed))
+    index = flat_basis(2, dim, seed, rotates, heads)
     up = lifted(
         lambda x, w, b: torch.addmm(b, x, w), (randn(3, inner), weight(inner, c), weight(c)),
         index, linear_up,
@@ -383,14 +471,14 @@ def test_addmm(inner, heads, dim, seed):
     assert folds(down) in ([], ["w"])
 
 
-@given(SMALL, st.integers(2, 4), SEEDS)
-def test_one_weight_takes_up_several_orders(inner, dim, seed):
+@given(SMALL, st.integers(2, 4), SEEDS, ROTATES, ROTATES)
+def test_one_weight_takes_up_several_bases(inner, dim, seed, one, other):
     """As that of a fused projection does; who else reads it keeps the original."""
     w, x = weight(dim, inner), randn(2, inner)
     module = traced(lambda x, w: (nnf.linear(x, w), w.sum()), (x, w))
     y, _ = module.graph.output_node().args[0]
     wanted, total = result(module, (x, w))
-    for index in (free(1, dim, rng(seed)), free(1, dim, rng(seed + 1))):
+    for index in (flat_basis(2, dim, seed, one), flat_basis(2, dim, seed + 1, other)):
         wanted = logical.rotate_channels(wanted, index)
         assert linear_up(y, index) == []
     got, same = result(module, (x, w))

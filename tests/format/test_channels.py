@@ -1,4 +1,4 @@
-"""`ChannelOrder`, and cache tensors that hold their channels in one."""
+"""`ChannelOrder` and `ChannelRotation`, and cache tensors that hold their channels so."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import pickle
 import pytest
 import torch
 
-from kvpass import ChannelOrder, LayerPlan, PackedKV
+from kvpass import ChannelOrder, ChannelRotation, LayerPlan, PackedKV
 from kvpass.errors import PlanError
 from kvpass.format.parse import parse_plan
 from kvpass.format.quantize import decode, encode
 from kvpass.ops import logical
 from kvpass.oracle import OracleLayer
 from kvpass.tensor.dispatch import DECODES
-from tests.bases import free
+from tests.bases import free, rotation
 from tests.strategies import randn
 from tests.tensor.test_packed import KEYS, NATIVE, VALUES, equal
+from tests.tolerances import ROTATED
 
 ORDER = ChannelOrder.of(free(2, 16, torch.Generator().manual_seed(5)))
+ROTATION = rotation(2, 16, torch.Generator().manual_seed(5))
 TOKENS = "int2.token8/window=0,pack_every=1"
 
 
@@ -58,6 +60,54 @@ def test_bad_orders_are_one_sentence(order, sentence):
     with pytest.raises(PlanError) as caught:
         ChannelOrder.of(order)
     assert sentence in str(caught.value)
+
+
+def test_rotations_are_values():
+    same = ChannelRotation.of(ROTATION.tensor().clone())
+    assert same == ROTATION
+    assert hash(same) == hash(ROTATION)
+    assert copy.deepcopy(ROTATION) == pickle.loads(pickle.dumps(ROTATION)) == ROTATION
+    assert (ROTATION.heads, ROTATION.dim, ROTATION.tensor().dtype) == (2, 16, torch.float32)
+    assert ChannelRotation.of(ROTATION.tensor().transpose(1, 2)) != ROTATION
+    assert repr(ROTATION).startswith("ChannelRotation(2x16, ")
+    x = randn(2, 2, 3, 16)
+    wanted = torch.einsum("bhti,hij->bhtj", x, ROTATION.tensor())
+    torch.testing.assert_close(ROTATION.store(x), wanted, rtol=0, atol=ROTATED)
+    torch.testing.assert_close(ROTATION.restore(wanted), x, rtol=0, atol=ROTATED)
+    assert ROTATION.store(x.bfloat16()).dtype == torch.bfloat16
+    # One matrix for all heads fits any number of them.
+    one = ChannelRotation.of(ROTATION.tensor()[:1])
+    assert one.unsupported_reason(5, 16) is None
+    assert one.unsupported_reason(5, 8) is not None
+    assert ROTATION.unsupported_reason(5, 16) is not None
+
+
+@pytest.mark.parametrize(
+    ("matrix", "sentence"),
+    [
+        (torch.eye(4), "A channel rotation is float32 [4, 4]; allowed: floating [heads, D, D]."),
+        (torch.ones(2, 3, 4), "A channel rotation is float32 [2, 3, 4]; allowed: floating"),
+        (torch.zeros(1, 2, 2).long(), "A channel rotation is int64 [1, 2, 2]; allowed: floating"),
+        (torch.zeros(0, 4, 4), "A channel rotation is float32 [0, 4, 4]; allowed: floating"),
+        ([[[1.0]]], "A channel rotation is list; allowed: floating [heads, D, D]."),
+        (2 * torch.eye(4)[None], "is not orthogonal: R @ R.T differs from 1 by 3."),
+        (torch.full((1, 2, 2), torch.nan), "is not orthogonal: R @ R.T differs from 1 by nan."),
+    ],
+)
+def test_bad_rotations_are_one_sentence(matrix, sentence):
+    with pytest.raises(PlanError) as caught:
+        ChannelRotation.of(matrix)
+    assert sentence in str(caught.value)
+
+
+def test_operations_on_rotated_tensors_are_in_the_models_basis():
+    x, new = randn(2, 2, 37, 16), randn(2, 2, 3, 16, seed=1)
+    packed = logical.append(None, ROTATION.store(x), "fp", False, ROTATION.tensor())
+    joined = torch.cat([packed, new], dim=2)
+    assert joined.basis == ROTATION
+    wanted = torch.cat([x, new], dim=2)
+    torch.testing.assert_close(joined.decode(), wanted, rtol=0, atol=ROTATED)
+    torch.testing.assert_close(joined[:, :, :5].clone().decode(), x[:, :, :5], rtol=0, atol=ROTATED)
 
 
 @pytest.mark.parametrize("plan", ["fp", KEYS, VALUES, TOKENS])
