@@ -91,7 +91,20 @@ def blocks(basis: Tensor, size: int) -> Tensor:
 
 def inverse(basis: Tensor) -> Tensor:
     """The basis that undoes ``basis``."""
-    return basis.transpose(-1, -2) if is_rotation(basis) else basis.argsort(dim=-1)
+    return basis.mT.contiguous() if is_rotation(basis) else basis.argsort(dim=-1)
+
+
+def shared(basis: Tensor) -> Tensor:
+    """A rotation without the repetitions of neighbours in one dimension, see
+    `kvpass.ops.basis.rotate`: of the heads of a query that share a KV head one is left."""
+    for dim in range(rank(basis) - 1):
+        size = basis.shape[dim]
+        for step in (n for n in range(size, 1, -1) if size % n == 0):
+            part = basis.index_select(dim, torch.arange(0, size, step))
+            if part.repeat_interleave(step, dim).equal(basis):
+                basis = part
+                break
+    return basis
 
 
 def transposed(basis: Tensor, dims: Sequence[int]) -> Tensor:

@@ -17,17 +17,23 @@ def rotate(x: Tensor, basis: Tensor) -> Tensor:
             floating ``[..., blocks, C / blocks, C / blocks]``: each block of channels is multiplied
             by its matrix, in float32 (in which that is orthogonal), and rounded to the dtype of
             ``x``. Both have as many dimensions before those as ``x``, of size one where they do not
-            depend on them.
+            depend on them; one of a rotation may be a part of that of ``x``, as where several
+            queries share a KV head.
     """
     if not basis.is_floating_point():
         return torch.take_along_dim(x, basis, dim=-1)
     *lead, blocks, size, _ = basis.shape
-    dims = _DIMS[: len(lead)]
-    own = "".join(dim for dim, n in zip(dims, lead, strict=True) if n != 1)
+    dims, own, shape = "", "", []
+    for dim, count, total in zip(_DIMS, lead, x.shape[:-1], strict=False):
+        shares = count != 1 and count != total
+        dims += dim + dim.upper() if shares else dim
+        own += dim if count != 1 else ""
+        shape += [count, total // count] if shares else [total]
     matrices = basis.view(*(n for n in lead if n != 1), blocks, size, size)
-    split = x.to(torch.promote_types(x.dtype, basis.dtype)).unflatten(-1, (blocks, size))
-    out = torch.einsum(f"{dims}ni,{own}nij->{dims}nj", split, matrices.to(split.dtype))
-    return out.flatten(-2).to(x.dtype)
+    wide = torch.promote_types(x.dtype, basis.dtype)
+    split = x.to(wide).reshape(*shape, blocks, size)
+    out = torch.einsum(f"{dims}ni,{own}nij->{dims}nj", split, matrices.to(wide))
+    return out.reshape(x.shape).to(x.dtype)
 
 
 def rotate_weight(weight: Tensor, basis: Tensor, dim: int) -> Tensor:

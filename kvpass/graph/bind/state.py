@@ -23,7 +23,15 @@ from kvpass.format.channels import basis_of as basis_of_numbers
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.static import StaticUpdate
-from kvpass.graph.bases import constant_beside, constant_node, constant_value, inverse, of_heads
+from kvpass.graph.bases import (
+    constant_beside,
+    constant_node,
+    constant_value,
+    inverse,
+    is_rotation,
+    of_heads,
+    shared,
+)
 from kvpass.graph.bind.binding import (
     Binding,
     ExtendedOutput,
@@ -275,6 +283,8 @@ class _Binder:
         node.replace_all_uses_with(bound)
 
     def _rotated(self, x: Node, basis: Node, example: Tensor) -> Node:
+        if is_rotation(value := constant_value(basis)):
+            basis = constant_node(self.graph, shared(value.cpu()), example.device)
         node = self.graph.call_function(rotate, (x, basis))
         node.meta["example_value"] = example
         return node

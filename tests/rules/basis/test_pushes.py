@@ -19,6 +19,7 @@ from kvpass.graph.bases import (
     basis_of,
     blocks,
     changes_basis,
+    compact,
     composed,
     embedded,
     in_basis,
@@ -28,6 +29,7 @@ from kvpass.graph.bases import (
     of_heads,
     on_rank,
     part,
+    shared,
     transposed,
 )
 from kvpass.graph.logical_calls import BasisCall, WeightBasisCall
@@ -506,3 +508,13 @@ def test_every_identity_is_tried():
         "rotary_up", "scaled_up", "linear_up",
     }  # fmt: skip
     assert [elementwise_down, transpose_down, reshape_down, linear_down] == DOWN
+
+
+@given(SMALL, SMALL, SMALL, SEEDS)
+def test_queries_that_share_a_head_share_its_matrix(heads, groups, dim, seed):
+    kept = rotation(heads, dim, rng(seed))
+    every, few = of_heads(kept, heads * groups), compact(of_heads(kept))
+    x = randn(2, heads * groups, 3, dim)
+    assert shared(compact(every)).shape == few.shape
+    once = logical.rotate_channels(x, shared(every))
+    assert_close(once, logical.rotate_channels(x, every), rtol=0, atol=ATOL)
