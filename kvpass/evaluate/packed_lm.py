@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+from kvpass._torch import many_graphs
 from kvpass.evaluate.answers import filled
 from kvpass.evaluate.quality import cache_size, read, step
 
@@ -56,7 +58,7 @@ class PackedLM(HFLM):
 
     Args:
         model: a causal language model of transformers, compiled or not.
-        tokenizer: its own; it gets a padding token if it has none.
+        tokenizer: its own.
         batch: sequences at a time, always as many.
         prompt: tokens that are prefilled of texts that are scored from their beginning
             (``loglikelihood_rolling``). They are scored, too, without any loss.
@@ -64,6 +66,7 @@ class PackedLM(HFLM):
 
     Attributes:
         size: `cache_size` behind the longest text that was read.
+        shortened: requests to score that were longer, and lost their beginning.
     """
 
     def __init__(
@@ -76,11 +79,27 @@ class PackedLM(HFLM):
         length: int | None = None,
     ) -> None:
         own: dict[str, Any] = {"batch_size": batch, "max_length": length, "backend": "causal"}
+        tokenizer = copy.deepcopy(tokenizer)
+        if tokenizer.pad_token_id is None:
+            # Never seen: the mask leaves it out. HFLM may add one that the model does not know.
+            ends = tokenizer.eos_token_id
+            tokenizer.pad_token_id = tokenizer.bos_token_id if ends is None else ends
+        # It warns of each model that is not a name.
+        log = logging.getLogger(HFLM.__module__)
+        level = log.level
+        log.setLevel(logging.ERROR)
         super().__init__(pretrained=model, tokenizer=tokenizer, **own)
+        log.setLevel(level)
         self._prompt = prompt
         self.size: dict[str, Any] = {}
+        self.shortened = 0
 
-    @torch.no_grad()
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text; of a tokenizer that has none, the one that begins the next."""
+        ends: int | None = self.tokenizer.eos_token_id
+        return self.prefix_token_id if ends is None else ends
+
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[Scored]:
@@ -88,7 +107,10 @@ class PackedLM(HFLM):
         decoding gives it."""
         found: dict[int, Scored] = {}
         name, hidden = "Running loglikelihood requests", disable_tqdm or self.rank != 0
-        with tqdm(total=len(requests), desc=name, disable=hidden, leave=False) as bar:
+        bar = tqdm(total=len(requests), desc=name, disable=hidden, leave=False)
+        # Dynamo stops at eight graphs, and runs the model without packing: prompts and steps of
+        # one sequence and of a batch are more, together with those of `generate`.
+        with bar, torch.no_grad(), many_graphs():
             for number, scored in self._scored([self._row(*r) for r in enumerate(requests)]):
                 found[number] = scored
                 if (key := requests[number][0]) is not None:
@@ -106,14 +128,17 @@ class PackedLM(HFLM):
             for x in (context, kwargs.pop("attention_mask"))
         )
         more = {**kwargs, "attention_mask": mask, "past_key_values": cache}
-        out: Tensor = super()._model_generate(full, max_length, stop, **more)
+        with many_graphs():
+            out: Tensor = super()._model_generate(full, max_length, stop, **more)
         self._keep_size(cache)
         return out[:rows]
 
     def _row(self, number: int, request: Request) -> _Row:
         key, context, continuation = request
         # As HFLM cuts it: the last token is not read.
-        ids = (*context, *continuation)[-(self.max_length + 1) :]
+        whole = (*context, *continuation)
+        ids = whole[-(self.max_length + 1) :]
+        self.shortened += len(ids) < len(whole)
         first = len(ids) - len(continuation)
         prompt = max(first - 1, 1 if key is not None else self._prompt)
         return _Row(number, ids, first, min(prompt, len(ids) - 1))
