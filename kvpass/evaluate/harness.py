@@ -19,6 +19,7 @@ from kvpass.bench.device import machine
 from kvpass.errors import OptionError, cut, shown
 from kvpass.evaluate.packed_lm import PackedLM
 from kvpass.evaluate.runner import (
+    PLAIN,
     compiled_twin,
     digest,
     is_calibrated,
@@ -143,19 +144,26 @@ def run_tasks(
     _, texts, _ = split_texts((), calibration_texts, calibrates=False)
     seeing = [name for name, planner in chosen.items() if is_calibrated(planner)]
     if seeing and not texts:
-        raise OptionError(f"Recipe {shown(seeing[0])} is calibrated: give calibration texts.")
+        raise OptionError(
+            f"Recipe {shown(seeing[0])} is calibrated: give texts for that (--calibration)."
+        )
     request = {"limit": limit, "num_fewshot": num_fewshot}
 
     def measure(name: str, planner: Recipe | Plan | None, store: Store) -> None:
         if store.done(recipe=name):
             return
         if hasattr(planner, "chunk_bits"):
+            # Its tokens would stay exact.
             store.add({"recipe": name, "task": "lm-eval", "skipped": "needs a question"})
             return
         twin = model
         if planner is not None:
             twin = compiled_twin(model, planner, tokenizer, texts, wanted, progress)
-        own = {"batch": wanted.batch, "prompt": wanted.prompt, "length": wanted.length}
+        own: dict[str, Any] = {
+            "batch": wanted.batch,
+            "prompt": wanted.prompt,
+            "length": wanted.length,
+        }
         lm = PackedLM(twin, tokenizer, **own)
         store.add({"recipe": name, "task": "lm-eval", **_results(lm, tasks, request)})
 
@@ -170,16 +178,14 @@ def run_tasks(
     }
     store = Store(path, header, {"machine": machine()})
     measure_each(chosen, measure, store, progress)
-    return [r for r in store.records if r["recipe"] not in chosen or r["recipe"] in chosen]
+    return [r for r in store.records if r["recipe"] in (PLAIN, *chosen)]
 
 
 def _results(lm: PackedLM, tasks: HarnessTasks, request: Mapping[str, Any]) -> Record:
     """What the harness finds, as JSON has it, and the size of the cache."""
     start = time.perf_counter()
     try:
-        found = simple_evaluate(
-            lm, tasks=list(tasks.loaded), task_manager=tasks.manager, **request
-        )
+        found = simple_evaluate(lm, tasks=list(tasks.loaded), task_manager=tasks.manager, **request)
     except (AssertionError, ValueError) as error:
         raise OptionError(f"The harness refuses: {cut(str(error))}") from error
     samples = {

@@ -96,7 +96,7 @@ class PackedLM(HFLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text; of a tokenizer that has none, the one that begins the next."""
+        """The token that ends a text, or begins the next where a tokenizer has none for the end."""
         ends: int | None = self.tokenizer.eos_token_id
         return self.prefix_token_id if ends is None else ends
 

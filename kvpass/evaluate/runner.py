@@ -266,7 +266,7 @@ def measure_each(
     store: Store,
     progress: bool,
 ) -> None:
-    """Measures the plain model, then each recipe; one that fails leaves a record with its problem."""
+    """Measures the plain model, then each recipe; one that fails has a record with its problem."""
     for name, planner in tqdm({PLAIN: None, **chosen}.items(), "recipes", disable=not progress):
         try:
             measure(name, planner, store)
