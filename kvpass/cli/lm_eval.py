@@ -85,7 +85,8 @@ def run_harness(
     """
     from kvpass.errors import OptionError
 
-    if find_spec("lm_eval") is None:
+    # The latter is what lm_eval needs for models of transformers.
+    if not all(map(find_spec, ("lm_eval", "accelerate"))):
         raise OptionError("--lm-eval needs lm_eval: pip install 'kvpass[lm-eval]'.")
     metadata = {"pretrained": model, **_metadata(asked["metadata"])}
 

@@ -32,7 +32,7 @@ def harness_section(records: Sequence[Record]) -> Section:
     plain = next(r for r in records if r["recipe"] == PLAIN)
     measured = [r for r in records if "results" in r]
     rows = [
-        [_task_name(plain, task), metric, _documents(plain, task)]
+        [_task_name(plain, task), metric, _documents(plain, task, *metric.split(","))]
         + [_cell(record, plain, task, *metric.split(",")) for record in measured]
         for task, found in plain["results"].items()
         for metric in found
@@ -81,9 +81,10 @@ def _task_name(record: Record, task: str) -> str:
     return f"{task}, {shots}-shot" if is_number(shots) and shots else task
 
 
-def _documents(record: Record, task: str) -> str:
-    found = record["n-samples"].get(task)
-    return "" if found is None else str(found["effective"])
+def _documents(record: Record, task: str, metric: str, filter_: str) -> str:
+    """How many have a number for the metric, or were asked; a group has none of its own."""
+    asked = record["n-samples"].get(task, {"effective": ""})["effective"]
+    return str(len(_by_document(record, task, metric, filter_)) or asked)
 
 
 def _cell(record: Record, plain: Record, task: str, metric: str, filter_: str) -> str:
