@@ -82,7 +82,7 @@ def test_the_command(
     command = [
         "eval", path, "--lm-eval", "own_*e", "--lm-eval-tasks", folder,
         "--recipes", "kivi-2bit,residual=32,cocktail", "--out", str(out), "--inner", "eager",
-        "--batch", "2", "--limit", "3",
+        "--batch", "2", "--limit", "2",
     ]  # fmt: skip
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -91,9 +91,9 @@ def test_the_command(
     assert header.split() == ["task", "metric", "documents", "plain", "kivi-2bit,residual=32"]
     names = [tuple(row.split()[:3]) for row in rows[:3]]
     assert names == [
-        ("own_choice", "acc,none", "3"),
-        ("own_choice", "acc_norm,none", "3"),
-        ("own_write", "exact_match,none", "3"),
+        ("own_choice", "acc,none", "2"),
+        ("own_choice", "acc_norm,none", "2"),
+        ("own_write", "exact_match,none", "2"),
     ]
     assert rows[3].split()[4] == "32.00"
     assert float(rows[3].split()[5]) < 32
@@ -109,9 +109,9 @@ def test_the_command(
     # Nothing is measured again, nor taken for what is asked for now.
     assert main(command) == 0
     assert capsys.readouterr().out == said
-    command[-1] = "2"
+    command[-1] = "3"
     assert main(command) == 2
-    assert "was measured with limit=3.0, not 2.0" in capsys.readouterr().err.splitlines()[-1]
+    assert "was measured with limit=2.0, not 3.0" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_table_of_what_the_harness_found() -> None:
