@@ -159,12 +159,9 @@ def run_tasks(
         twin = model
         if planner is not None:
             twin = compiled_twin(model, planner, tokenizer, texts, wanted, progress)
-        own: dict[str, Any] = {
-            "batch": wanted.batch,
-            "prompt": wanted.prompt,
-            "length": wanted.length,
-        }
-        lm = PackedLM(twin, tokenizer, **own)
+        lm = PackedLM(
+            twin, tokenizer, batch=wanted.batch, prompt=wanted.prompt, length=wanted.length
+        )
         store.add({"recipe": name, "task": "lm-eval", **_results(lm, tasks, request)})
 
     header = {
