@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvpass.cli.lm_eval import HARNESS, check_use, harness_options, run_harness
 from kvpass.cli.models import check_texts, load_model, read_texts
 from kvpass.cli.options import POSITIVE, ListOf, loading, model_argument, named, recipes
 from kvpass.cli.output import show
@@ -18,7 +20,7 @@ from kvpass.cli.output import show
     epilog="Example: kvpass eval MODEL held_out.txt --recipes kivi-4bit,kivi-2bit --out judged",
 )
 @model_argument
-@click.argument("texts", metavar="TEXT...", nargs=-1, required=True)
+@click.argument("texts", metavar="[TEXT...]", nargs=-1)
 @recipes()
 @click.option("--out", required=True, metavar="FOLDER", help="Tables, plots, all measurements.")
 @click.option(
@@ -37,6 +39,7 @@ from kvpass.cli.output import show
 @click.option("--samples", type=POSITIVE, default=16, help="Pieces that calibrated recipes see.")
 @click.option("--inner", type=click.Choice(["inductor", "eager"]), default="inductor")
 @click.option("--no-plots", is_flag=True, help="Draw nothing; plots need kvpass[plot].")
+@harness_options
 @loading
 def evaluate(
     model: str,
@@ -53,15 +56,19 @@ def evaluate(
 ) -> int:
     """Judges recipes on MODEL, a folder or a name on the Hugging Face hub, token by token through
     the cache: divergence from the plain model by depth, perplexity, agreement, and generated tasks
-    (needles, RULER's, exact copies). Standard errors say which recipes tie. Called again, it goes
-    on where it stopped. --recipes all takes every recipe. Exits with 1 if a recipe failed.
+    (needles, RULER's, exact copies); with --lm-eval, tasks of lm-evaluation-harness instead.
+    Standard errors say which recipes tie. Called again, it goes on where it stopped. --recipes all
+    takes every recipe. Exits with 1 if a recipe failed.
     """
     from kvpass.bench.report import check_outputs
     from kvpass.errors import OptionError
     from kvpass.evaluate import Settings, sections, write_report
     from kvpass.evaluate import evaluate as judge
 
-    check_outputs(None, None if no_plots else str(Path(out).absolute()))
+    asked = {name: settings.pop(name) for name in HARNESS}
+    harness = asked["lm_eval"] is not None
+    check_use(texts, harness)
+    check_outputs(None, None if no_plots or harness else str(Path(out).absolute()))
     check_texts([*texts, *(calibration or [])])
     if tasks is not None:
         settings["tasks"] = tuple(filter(None, tasks))
@@ -70,6 +77,9 @@ def evaluate(
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"'{out}' cannot be a folder: {error.strerror}.") from None
+    if harness:
+        loads = partial(load_model, model, dtype, device)
+        return run_harness(asked, model, loads, named(recipes), out, calibration, chosen)
     found = judge(
         *load_model(model, dtype, device),
         named(recipes),

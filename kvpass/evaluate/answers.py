@@ -75,7 +75,7 @@ def answers(
     starts = range(0, len(samples), batch)
     for start in tqdm(starts, desc=label, disable=label is None, leave=False):
         group = samples[start : start + batch]
-        documents = torch.stack([s.prompt.document for s in _filled(group, batch)])
+        documents = torch.stack([s.prompt.document for s in filled(group, batch)])
         cache: Any = None
         if chooser is None:
             _, cache = step(model, documents.to(model.device), None)
@@ -100,7 +100,7 @@ def answers(
     return found, own
 
 
-def _filled(items: Sequence[Any], batch: int) -> list[Any]:
+def filled(items: Sequence[Any], batch: int) -> list[Any]:
     """The items, the last one again and again up to ``batch``."""
     return [*items, *[items[-1]] * (batch - len(items))]
 
@@ -114,7 +114,7 @@ def _batches(samples: Sequence[Sample], batch: int) -> list[list[_Row]]:
         for free in ((False,) if sample.expected is None else (False, True))
     ]
     rows.sort(key=lambda row: -row.tokens(samples))
-    return [_filled(rows[i : i + batch], batch) for i in range(0, len(rows), batch)]
+    return [filled(rows[i : i + batch], batch) for i in range(0, len(rows), batch)]
 
 
 def _read(

@@ -194,12 +194,19 @@ def _surprise(predicted: Tensor, tokens: Tensor) -> float:
 
 def step(model: Any, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Logits ``[B, V]`` after the last token of ``[B, T]``, in float32, and the cache."""
+    logits, cache = read(model, ids, cache)
+    return logits[:, -1].float(), cache
+
+
+def read(model: Any, ids: Tensor, cache: Any, keep: int = 1) -> tuple[Tensor, Any]:
+    """Logits ``[B, K, V]`` after the last ``keep`` tokens of ``[B, T]`` (0: after all), in the
+    model's dtype, and the cache."""
     # Steps out of texts of all lengths share a graph, and so do prompts.
     ids = ids.contiguous()
     if ids.shape[1] > 1:
         mark_dynamic(ids, 1)
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1].float(), out.past_key_values
+    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+    return out.logits, out.past_key_values
 
 
 def _answers(model: Any, cache: Any, question: Tensor, answer: Tensor) -> bool:

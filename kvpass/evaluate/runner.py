@@ -6,12 +6,12 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -88,27 +88,20 @@ def evaluate(
     """
     if is_compiled(model):
         raise OptionError("The model is compiled; give it as it was before model.compile.")
-    planners = {name: _planner(name) for name in recipes}
-    calibrates = any(isinstance(p, Recipe) and p.calibrated for p in planners.values())
+    chosen = planners(recipes)
+    calibrates = any(map(is_calibrated, chosen.values()))
     held_out, own, sentence = split_texts(texts, calibration_texts, calibrates)
     wanted = (settings or Settings()).of_model(model.config)
     run = _Run(model, tokenizer, wanted, held_out, own, progress)
     header = {
         **asdict(wanted),
-        "model": _digest(fingerprint(model, [""])),
-        "texts": _digest([held_out, own]),
+        "model": digest(fingerprint(model, [""])),
+        "texts": digest([held_out, own]),
     }
     notes = (sentence, run.scored)
     store = Store(path, header, {"machine": machine(), "notes": notes})
-    for name, planner in tqdm({PLAIN: None, **planners}.items(), "recipes", disable=not progress):
-        try:
-            run.measure(name, planner, store)
-        except Exception as error:
-            if planner is None:
-                raise
-            problem = cut(str(error)) or type(error).__name__
-            store.add({"recipe": name, "task": "all", "problem": problem})
-    return Evaluation(wanted, tuple(planners), store.records, notes)
+    measure_each(chosen, run.measure, store, progress)
+    return Evaluation(wanted, tuple(chosen), store.records, notes)
 
 
 class _Run:
@@ -159,7 +152,10 @@ class _Run:
         }
         if not scores and not any(todo.values()):
             return
-        model = self._model if planner is None else self._compiled(planner)
+        model = self._model
+        if planner is not None:
+            texts, more = self._calibration_texts, self._settings
+            model = compiled_twin(model, planner, self._tokenizer, texts, more, self._progress)
         chooser = self._chooser(planner)
         if scores:
             found = {"skipped": "needs a question"} if chooser else self._quality(name, model)
@@ -167,18 +163,6 @@ class _Run:
         for length, samples in todo.items():
             for record in self._answered(name, model, length, samples, chooser) if samples else ():
                 store.add(record)
-
-    def _compiled(self, planner: Recipe | Plan) -> Any:
-        """The model with that recipe, calibrated if need be; the weights are shared."""
-        if isinstance(planner, Recipe) and planner.calibrated:
-            own, samples = self._calibration_texts, self._settings.samples
-            more: dict[str, Any] = {"tokenizer": self._tokenizer, "progress": self._progress}
-            planner = calibrate(self._model, planner, own, samples=samples, **more)
-        # Dynamo counts the graphs of all models of one class together, and stops at eight.
-        torch.compiler.reset()
-        twin = copy.copy(self._model)
-        twin.compile(backend="kvpass", options={"recipe": planner, "inner": self._settings.inner})
-        return twin
 
     def _chooser(self, planner: Recipe | Plan | None) -> Chooser | None:
         """For a recipe that asks for chunk bits: those of its own search for each question."""
@@ -239,11 +223,60 @@ class _Run:
             yield {**key, "samples": rows, **more}
 
 
-def _planner(name: str) -> Recipe | Plan:
-    if name == PLAIN:
-        raise OptionError(f"Recipe {shown(name)} is always measured; name the others.")
-    return written_planner(name)
+def planners(recipes: Sequence[str]) -> dict[str, Recipe | Plan]:
+    """Recipes and plans by what a command line calls them.
+
+    Raises:
+        OptionError: if one is unknown, or is the plain model.
+        PlanError: if the file of a plan cannot be read.
+    """
+    if PLAIN in recipes:
+        raise OptionError(f"Recipe {shown(PLAIN)} is always measured; name the others.")
+    return {name: written_planner(name) for name in recipes}
 
 
-def _digest(value: Any) -> str:
+def is_calibrated(planner: Recipe | Plan) -> TypeGuard[Recipe]:
+    """Whether it has to see texts first."""
+    return isinstance(planner, Recipe) and planner.calibrated
+
+
+def compiled_twin(
+    model: Any,
+    planner: Recipe | Plan,
+    tokenizer: Any,
+    texts: Sequence[str],
+    settings: Settings,
+    progress: bool,
+) -> Any:
+    """A copy of the model, with the same weights, that is compiled with a recipe; ``texts`` are for
+    one that is calibrated."""
+    if is_calibrated(planner):
+        more: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress}
+        planner = calibrate(model, planner, texts, samples=settings.samples, **more)
+    # Dynamo counts the graphs of all models of one class together, and stops at eight.
+    torch.compiler.reset()
+    twin = copy.copy(model)
+    twin.compile(backend="kvpass", options={"recipe": planner, "inner": settings.inner})
+    return twin
+
+
+def measure_each(
+    chosen: Mapping[str, Recipe | Plan],
+    measure: Callable[[str, Recipe | Plan | None, Store], None],
+    store: Store,
+    progress: bool,
+) -> None:
+    """Measures the plain model, then each recipe; one that fails has a record with its problem."""
+    for name, planner in tqdm({PLAIN: None, **chosen}.items(), "recipes", disable=not progress):
+        try:
+            measure(name, planner, store)
+        except Exception as error:
+            if planner is None:
+                raise
+            problem = cut(str(error)) or type(error).__name__
+            store.add({"recipe": name, "task": "all", "problem": problem})
+
+
+def digest(value: Any) -> str:
+    """A short name of what JSON can write."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
