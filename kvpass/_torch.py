@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 from torch._dynamo.source import AttrSource, LocalSource
+from torch._dynamo.utils import compilation_time_metrics
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -52,6 +53,15 @@ def make_wrapper(
 def is_traced(tensor: Tensor) -> bool:
     """True for the stand-ins that compilers trace with, which hold no data."""
     return isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def compile_seconds() -> tuple[float, float]:
+    """Seconds that Dynamo has spent in this process, without backends, and those of the
+    backends."""
+    spent = compilation_time_metrics
+    every = sum(spent.get("_compile.compile_inner", ()))
+    backend = sum(spent.get("OutputGraph.call_user_compiler", ()))
+    return every - backend, backend
 
 
 # Raises if a tensor is False; on a GPU later, without waiting for it.

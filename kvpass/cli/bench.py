@@ -141,6 +141,38 @@ def decode(
     return code
 
 
+@bench.command(
+    short_help="time to the first tokens, cold and warm",
+    epilog="Example: kvpass bench start --model small,layers=4 --recipes kivi-4bit",
+)
+@click.option("--model", default="small", help="As of bench decode, or a model's own weights.")
+@click.option("--prompt", type=click.IntRange(min=2), default=1024, help="Tokens of it.")
+@click.option("--device", help="cpu or cuda; by default cuda where there is one.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="By default float32, bfloat16 on a GPU.")
+@click.option("--threads", type=POSITIVE, help="CPU threads of torch.")
+@recipes()
+@json_file
+def start(model: str, prompt: int, recipes: list[str], json: str | None, **where: Any) -> int:
+    """Times the first tokens of processes that find nothing compiled, and of such that find what
+    an earlier one left: the plain model, torch.compile and recipes."""
+    from dataclasses import asdict
+
+    from kvpass.bench.device import dtype_name
+    from kvpass.bench.report import check_outputs, write_json
+    from kvpass.bench.start import StartSetting, bench_start, start_section
+    from kvpass.options import ready_planner
+
+    check_outputs(json)
+    device, dtype = _device_and_dtype(**where)
+    for name in recipes:
+        ready_planner(name)
+    setting = StartSetting(model, prompt, dtype_name(dtype), str(device), where["threads"])
+    starts = list(bench_start(setting, recipes))
+    show(start_section(setting, starts))
+    write_json(json, "start", given(), [asdict(s) for s in starts])
+    return int(any(s.problem for s in starts))
+
+
 def _report(command: str, sections: Iterable[object], json: str | None, rows: list[Row]) -> int:
     """Prints the tables and writes the file; the exit code."""
     from kvpass.bench.report import write_json
