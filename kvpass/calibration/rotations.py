@@ -16,11 +16,16 @@ from kvpass.plan import LayerPlan
 class RotationSearch:
     """Second moments of what one layer stores, by KV head, and the rotations that they lead to.
 
-    ``x @ U @ H``: the eigenvectors ``U`` of the moments, those with the largest eigenvalue first,
-    then a Hadamard matrix ``H`` whose rows are in the order of their changes of sign. So every
-    channel has the same share of each eigenvalue, and the first axes, among them the mean, are
-    nearly constant within groups of consecutive channels: the group's minimum holds them. OSCAR's
-    ``H P`` is that of powers of two, ``P`` being the reversal of bits.
+    ``R = U H``: the eigenvectors ``U`` of the moments, those with the largest eigenvalue first,
+    then a Hadamard matrix ``H`` whose rows are in the order of their changes of sign. So each
+    channel has the same share of every eigenvalue, and the first axes, among them the mean, are
+    constant within groups of consecutive channels, where the group's minimum holds them. OSCAR's
+    ``H P``, with ``P`` the reversal of bits, has the same first rows.
+
+    The moments of values are OSCAR's, ``V^T diag(w) V``: each token counts by the energy of its
+    products with all queries, ``w_t = k_t^T (Q^T Q) k_t``. Those of keys are their own, ``K^T K``,
+    where OSCAR takes the queries', ``Q^T Q``: errors of codes are alike in all directions, and so
+    only the ranges of groups depend on the rotation, which are the keys'.
 
     Args:
         plan: the layer's, without bases.
@@ -32,12 +37,13 @@ class RotationSearch:
 
     def add(self, sample: AttentionSample) -> None:
         """Adds one batch, without its sinks."""
-        keys, values = (
-            x[:, :, plan.sinks :].double()
-            for x, plan in ((sample.keys, self.plan.keys), (sample.values, self.plan.values))
-        )
-        self._keys = self._keys + _moments(keys).cpu()
-        self._values = self._values + _moments(values).cpu()
+        keys = sample.keys[:, :, self.plan.keys.sinks :].double()
+        values = sample.values[:, :, self.plan.values.sinks :].double()
+        self._keys = self._keys + _moments(keys, torch.ones_like(keys[..., 0])).cpu()
+        q = sample.rows(sample.q).double()
+        seen = sample.keys[:, :, self.plan.values.sinks :].double()
+        energies = ((seen @ (q.transpose(2, 3) @ q)) * seen).sum(3)
+        self._values = self._values + _moments(values, energies).cpu()
 
     def rotated(self) -> LayerPlan:
         """The layer's plan with these rotations."""
@@ -54,6 +60,7 @@ def eigen_rotation(moments: Tensor) -> ChannelRotation:
     return ChannelRotation.of(vectors @ hadamard(moments.shape[1]))
 
 
-def _moments(x: Tensor) -> Tensor:
-    """Second moments ``[H, D, D]``, sums over batch and tokens of ``x`` ``[B, H, T, D]``."""
-    return torch.einsum("bhtd,bhte->hde", x, x)
+def _moments(x: Tensor, weights: Tensor) -> Tensor:
+    """Second moments ``[H, D, D]``: sums over batch and tokens of ``x`` ``[B, H, T, D]``, each token
+    with its weight ``[B, H, T]``."""
+    return torch.einsum("bhtd,bht,bhte->hde", x, weights, x)

@@ -24,12 +24,13 @@ def hadamard(dim: int, seed: int | None = None) -> Tensor:
     size = _largest_block(dim)
     block = torch.tensor(_rows(size), dtype=torch.float64) / size**0.5
     block = block[(block[:, 1:] != block[:, :-1]).sum(1).argsort(stable=True)]
-    matrix = torch.block_diag(*[block] * (dim // size))
+    matrix: Tensor = torch.block_diag(*[block] * (dim // size))
     if seed is None:
         return matrix
     generator = torch.Generator().manual_seed(seed)
     signs = 2 * torch.randint(2, (dim, 1), generator=generator) - 1
-    return matrix * signs
+    signed: Tensor = matrix * signs
+    return signed
 
 
 def _largest_block(dim: int) -> int:

@@ -11,7 +11,7 @@ from kvpass.calibration.clipping import ClipSearch
 from kvpass.calibration.levels import gaussian_levels
 from kvpass.calibration.rotations import RotationSearch
 from kvpass.calibration.samples import AttentionSample, CalibrationRunner, Shape
-from kvpass.errors import OptionError, check, check_choice, check_flag
+from kvpass.errors import OptionError, PlanError, check, check_choice, check_flag
 from kvpass.format.channels import ChannelRotation
 from kvpass.format.codec import Codec
 from kvpass.format.groups import Axis
@@ -41,7 +41,7 @@ class Rotated(Recipe):
         clip: the factor for the ends of ranges per token. True: searched for every group of every
             head (SKVQ, eq. 3).
         levels: codes per token stand for the Lloyd-Max levels of Gaussian groups, not for evenly
-            spaced values; with ``clip=False``, at 2, 3 or 4 bits.
+            spaced values; with ``clip=False``, 2, 3 or 4 bits, and groups of a head at least.
         window: tokens that stay exact, the last ones.
         sinks: tokens that stay exact, the first ones.
         fp8: scales and minima are fp8-e4m3 instead of half.
@@ -73,8 +73,9 @@ class Rotated(Recipe):
                 f"{self.value_bits} bits; allowed: clip=False, and 2, 3 or 4 bits."
             )
         # Bad combinations should be reported before any graph is compiled.
-        self._tensor(self.key_bits, self.key_axis, 128)
-        self._tensor(self.value_bits, "token", 128)
+        few = self.group or 32
+        self._tensor(self.key_bits, self.key_axis, few)
+        self._tensor(self.value_bits, "token", few)
 
     @property
     def name(self) -> str:
@@ -92,9 +93,14 @@ class Rotated(Recipe):
     def _tensor(self, bits: int, axis: Axis, dim: int) -> TensorPlan:
         group = self.group or (64 if bits == 2 else 32)
         if axis == "token" and self.group is None:
-            group = math.gcd(group, dim)
+            group = dim if self.levels else math.gcd(group, dim)
         more: dict[str, Any] = {"qparams": "fp8" if self.fp8 else "half"}
         if axis == "token" and self.levels:
+            if group < dim:
+                raise PlanError(
+                    f"levels=True is not supported with groups of {group} channels, of {dim} that a "
+                    f"head has; allowed: groups of a head or more."
+                )
             more["codebook"] = gaussian_levels(bits, group)
         elif axis == "token" and self.clip and self.clip is not True:
             more["clip"] = float(self.clip)
