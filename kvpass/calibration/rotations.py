@@ -61,6 +61,6 @@ def eigen_rotation(moments: Tensor) -> ChannelRotation:
 
 
 def _moments(x: Tensor, weights: Tensor) -> Tensor:
-    """Second moments ``[H, D, D]``: sums over batch and tokens of ``x`` ``[B, H, T, D]``, each token
-    with its weight ``[B, H, T]``."""
-    return torch.einsum("bhtd,bht,bhte->hde", x, weights, x)
+    """Second moments ``[H, D, D]``, sums over batch and tokens of ``x`` ``[B, H, T, D]``, each of
+    which has its weight ``[B, H, T]``."""
+    return ((x * weights.unsqueeze(3)).transpose(2, 3) @ x).sum(0)

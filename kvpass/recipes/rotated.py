@@ -98,8 +98,8 @@ class Rotated(Recipe):
         if axis == "token" and self.levels:
             if group < dim:
                 raise PlanError(
-                    f"levels=True is not supported with groups of {group} channels, of {dim} that a "
-                    f"head has; allowed: groups of a head or more."
+                    f"levels=True is not supported with groups of {group} of a head's {dim} "
+                    "channels; allowed: groups of a head or more."
                 )
             more["codebook"] = gaussian_levels(bits, group)
         elif axis == "token" and self.clip and self.clip is not True:
