@@ -23,11 +23,11 @@ from kvpass.evaluate.quality import quality
 SCORED = 256
 # At 2 bits, in groups of 64 channels. Every step keeps what those before it have added, but that
 # levels take the place of clipping, and it theirs.
-PLAIN: dict[str, Any] = {"rotation": False, "clip": False, "window": 0, "sinks": 0}
+PLAIN: dict[str, Any] = {"clip": False, "window": 0, "sinks": 0}
 STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("none", {}),
-    ("Hadamard", {"rotation": "hadamard"}),
-    ("eigenbasis", {"rotation": "eigen"}),
+    ("none", {"key_rotation": False, "value_rotation": False}),
+    ("Hadamard", {"key_rotation": "hadamard", "value_rotation": "hadamard"}),
+    ("eigenbasis", {"key_rotation": "eigen", "value_rotation": "eigen"}),
     ("+ levels", {"levels": True}),
     ("+ clip", {"levels": False, "clip": True}),
     ("+ window", {"window": 128}),
@@ -40,10 +40,10 @@ OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rotated-2bit", {"group": 32}),
     ("kivi-4bit", {}),
     ("rotated-4bit", {}),
-    ("rotated-4bit", {"group": 64}),
+    ("rotated-4bit", {"key_rotation": "hadamard"}),
     ("rotated-k4v2", {}),
 )
-HEADER = f"{'':24}{'bits':>8}{'perplexity':>12}{'divergence':>12}"
+HEADER = f"{'':36}{'bits':>8}{'perplexity':>12}{'divergence':>12}"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -81,7 +81,7 @@ class Divergence(Bench):
 
         found = quality(self.model, self.texts, PROMPT, new_cache, batch=len(self.texts))
         bits = bits_of(plan, self.model.config)
-        return f"{name:24}{bits:>8.3f}{found.perplexity:>12.3f}{found.divergence:>12.6f}"
+        return f"{name:36}{bits:>8.3f}{found.perplexity:>12.3f}{found.divergence:>12.6f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

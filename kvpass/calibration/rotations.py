@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from kvpass.calibration.samples import AttentionSample
+from kvpass.calibration.samples import AttentionSample, Stored
 from kvpass.format.channels import ChannelRotation
 from kvpass.format.hadamard import hadamard
 from kvpass.plan import LayerPlan
@@ -45,10 +43,9 @@ class RotationSearch:
         energies = ((seen @ (q.transpose(2, 3) @ q)) * seen).sum(3)
         self._values = self._values + _moments(values, energies).cpu()
 
-    def rotated(self) -> LayerPlan:
-        """The layer's plan with these rotations."""
-        keys, values = (eigen_rotation(x) for x in (self._keys, self._values))
-        return replace(self.plan, key_basis=keys, value_basis=values)
+    def rotation(self, kind: Stored) -> ChannelRotation:
+        """The rotation of the ``keys`` or the ``values``."""
+        return eigen_rotation(self._keys if kind == "keys" else self._values)
 
 
 def eigen_rotation(moments: Tensor) -> ChannelRotation:

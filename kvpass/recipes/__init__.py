@@ -34,7 +34,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **{f"kvquant-nuq{n}-1%": partial(Kvquant, bits=n, outliers=0.01) for n in (4, 3, 2)},
     "rotated-4bit": Rotated,
     "rotated-k4v2": lambda: Rotated(value_bits=2, clip=0.8),
-    "rotated-2bit": lambda: Rotated(2, 2, "token", rotation="eigen", clip=True),
+    "rotated-2bit": lambda: Rotated(2, 2, "token", None, "eigen", "eigen", clip=True),
     "skvq-k2v2": Skvq,
     "skvq-k2v1.5": lambda: Skvq(value_bits=1.5),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvpass.calibration.clipping import ClipSearch
 from kvpass.calibration.levels import gaussian_levels
@@ -21,6 +21,7 @@ from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import Recipe, calibration_needed
 
+Rotation = Literal["hadamard", "eigen", False]
 _BITS = (2, 3, 4, 8)
 # Of the Hadamard matrix's signs, the same for all models.
 _SIGNS = 0
@@ -36,8 +37,8 @@ class Rotated(Recipe):
             their ``token``, as values always.
         group: tokens, or channels, that share a scale. None: the largest divisor of 32 that divides
             the head dimension, of 64 with 2 bits.
-        rotation: ``hadamard``: a Hadamard matrix with random signs, the same for all heads.
-            ``eigen``: calibrated for each head, see `RotationSearch`. False: none.
+        key_rotation, value_rotation: ``hadamard``: a Hadamard matrix with random signs, the same
+            for all heads. ``eigen``: calibrated for each head, see `RotationSearch`. False: none.
         clip: the factor for the ends of ranges per token. True: searched for every group of every
             head (SKVQ, eq. 3).
         levels: codes per token stand for the Lloyd-Max levels of Gaussian groups, not for evenly
@@ -51,7 +52,8 @@ class Rotated(Recipe):
     value_bits: int = 4
     key_axis: Axis = "channel"
     group: int | None = None
-    rotation: Literal["hadamard", "eigen", False] = "hadamard"
+    key_rotation: Rotation = False
+    value_rotation: Rotation = "hadamard"
     clip: bool | float = False
     levels: bool = False
     window: int = 128
@@ -62,7 +64,8 @@ class Rotated(Recipe):
         for name in ("key_bits", "value_bits"):
             check_choice(name, getattr(self, name), _BITS)
         check_choice("key_axis", self.key_axis, ("channel", "token"))
-        check_choice("rotation", self.rotation, ("hadamard", "eigen", False))
+        for name in ("key_rotation", "value_rotation"):
+            check_choice(name, getattr(self, name), get_args(Rotation))
         fits = isinstance(self.clip, bool | int | float) and 0 <= self.clip <= 1
         check("clip", self.clip, fits, "True (searched), False, or a number above 0, at most 1")
         for name in ("levels", "fp8"):
@@ -88,7 +91,7 @@ class Rotated(Recipe):
     @property
     def calibrated(self) -> bool:
         """Eigenvectors and searched factors come from texts."""
-        return self.clip is True or self.rotation == "eigen"
+        return self.clip is True or "eigen" in (self.key_rotation, self.value_rotation)
 
     def _tensor(self, bits: int, axis: Axis, dim: int) -> TensorPlan:
         group = self.group or (64 if bits == 2 else 32)
@@ -114,15 +117,17 @@ class Rotated(Recipe):
         """A layer's plan before anything is known of its channels."""
         keys = self._tensor(self.key_bits, self.key_axis, key_dim)
         plan = LayerPlan(keys, self._tensor(self.value_bits, "token", value_dim))
-        if self.rotation == "hadamard":
-            plan = replace(plan, key_basis=_signed(key_dim), value_basis=_signed(value_dim))
+        if self.key_rotation == "hadamard":
+            plan = replace(plan, key_basis=_signed(key_dim))
+        if self.value_rotation == "hadamard":
+            plan = replace(plan, value_basis=_signed(value_dim))
         plan.check(layer, key_dim, value_dim, heads)
         return plan
 
     def layer_plan(self, path: str, key_dim: int, value_dim: int) -> LayerPlan:
         """The plan without calibration; a `PlanError` if the options need one."""
         if self.calibrated:
-            raise calibration_needed(self.name, ", or set clip=False and rotation='hadamard'")
+            raise calibration_needed(self.name, ", or set clip=False and no 'eigen' rotation")
         return self._start(path, key_dim, value_dim)
 
     def unknown_plan(self, path: str, dim: int) -> TensorPlan:
@@ -154,14 +159,21 @@ class Rotated(Recipe):
             searches[layer].add(sample)
 
         run(observe, "moments of channels")
-        eigen = self.rotation == "eigen"
-        plans = {x: search.rotated() if eigen else search.plan for x, search in searches.items()}
+        plans = {layer: self._rotated(search) for layer, search in searches.items()}
         if self.clip is True:
             clips = {x: ClipSearch(plan, seed + i) for i, (x, plan) in enumerate(plans.items())}
             run(lambda sample: clips[sample.layer].add(sample), "clipping")
             plans = {layer: search.clipped() for layer, search in clips.items()}
         unknown = self._tensor(self.value_bits, "token", 128)
         return Plan(LayerPlan(unknown, unknown), plans, self.name)
+
+    def _rotated(self, search: RotationSearch) -> LayerPlan:
+        plan = search.plan
+        if self.key_rotation == "eigen":
+            plan = replace(plan, key_basis=search.rotation("keys"))
+        if self.value_rotation == "eigen":
+            plan = replace(plan, value_basis=search.rotation("values"))
+        return plan
 
 
 def _signed(dim: int) -> ChannelRotation:

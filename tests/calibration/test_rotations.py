@@ -40,7 +40,8 @@ def searched() -> LayerPlan:
     search = RotationSearch(STORED_SO)
     for seed in (10, 20, 30):
         search.add(anisotropic(seed))
-    return search.rotated()
+    keys, values = (search.rotation(kind) for kind in STORED)
+    return replace(STORED_SO, key_basis=keys, value_basis=values)
 
 
 @pytest.mark.parametrize("kind", STORED)

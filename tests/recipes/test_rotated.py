@@ -9,6 +9,7 @@ import torch
 
 from kvpass import ChannelRotation, Plan, calibrate, recipe
 from kvpass.errors import OptionError, PlanError
+from kvpass.format.hadamard import hadamard
 from tests.harness import compiled, error_to_oracle
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_CODES_FP32
@@ -37,7 +38,7 @@ def plan_for(model: Any, name: str, **fields: Any) -> Plan:
 def test_compiled_equals_the_oracle(name: str, family: str) -> None:
     model = tiny_model(family, layers=1)
     plan = plan_for(model, name)
-    assert isinstance(plan.layer_at(0).key_basis, ChannelRotation)
+    assert isinstance(plan.layer_at(0).value_basis, ChannelRotation)
     twin = compiled(model, plan, strict=True)
     ids = prompt(2, sum(STEPS), seed=9)
     assert error_to_oracle(twin, model, plan, ids, STEPS) <= LOGITS_CODES_FP32
@@ -57,9 +58,11 @@ def test_every_option_changes_the_plan() -> None:
     assert layer.key_basis != layer.value_basis
     assert isinstance(layer.keys.codec.clip, tuple)
     assert str(layer.keys).startswith("int2.token8.fp8.clip")
-    fields = {"rotation": False, "clip": False, "levels": True, "group": 16, "fp8": False}
-    layer = plan_for(model, "rotated-2bit", **fields).layer_at(0)
-    assert layer.key_basis is layer.value_basis is None
+    fields = {"key_rotation": False, "value_rotation": "hadamard", "clip": False}
+    more = {"levels": True, "group": 16, "fp8": False}
+    layer = plan_for(model, "rotated-2bit", **fields, **more).default
+    assert layer.key_basis is None
+    assert layer.value_basis == ChannelRotation.of(hadamard(16, 0).unsqueeze(0))
     assert str(layer.keys).startswith("nuq2.token16.codebook-0.8")
     layer = plan_for(model, "rotated-k4v2").default
     assert str(layer.keys) == "int4.channel8.fp8/sinks=3,window=8,pack_every=8"
@@ -79,7 +82,10 @@ def test_groups_fit_heads_unless_they_are_given() -> None:
     [
         ({"key_bits": 5}, r"key_bits=5 is not supported; allowed: 2, 3, 4, 8\."),
         ({"key_axis": "head"}, r"key_axis='head' .* allowed: 'channel', 'token'\."),
-        ({"rotation": "random"}, r"allowed: 'hadamard', 'eigen', False\."),
+        (
+            {"key_rotation": "random"},
+            r"key_rotation='random' .* allowed: 'hadamard', 'eigen', False\.",
+        ),
         ({"clip": 1.5}, r"clip=1.5 .* True \(searched\), False, or a number above 0"),
         ({"levels": True, "clip": 0.9}, r"levels=True .* clip=0.9 .*; allowed: clip=False"),
         ({"window": -1}, "window=-1 is not supported"),
