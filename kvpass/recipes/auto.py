@@ -96,10 +96,7 @@ class Auto(CalibratedRecipe):
         return [
             *(Kivi(b, g, self.window) for b in (2, 4) for g in groups),
             *(Skvq(b, b, group, **same) for b in (2, 3, 4)),
-            *(
-                Rotated(b, b, "token", group, "eigen", "eigen", clip=True, **same)
-                for b in (2, 3, 4)
-            ),
+            *(Rotated(b, b, "token", None, "eigen", "eigen", clip=True, **same) for b in (2, 3, 4)),
             *(Kvquant(b, outliers, **same) for b in (2, 3, 4) for outliers in (0.0, 0.01)),
         ]
 

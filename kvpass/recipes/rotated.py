@@ -35,8 +35,9 @@ class Rotated(Recipe):
         key_bits, value_bits: 2, 3, 4 or 8.
         key_axis: what keys have in common that share a scale: their ``channel``, as in KIVI, or
             their ``token``, as values always.
-        group: tokens, or channels, that share a scale. None: the largest divisor of 32 that divides
-            the head dimension, of 64 with 2 bits.
+        group: tokens of a channel, or channels of a token, that share a scale. None: 32, or 64 with
+            2 bits; per token the largest divisor of that which divides the head dimension, with
+            ``levels`` a head.
         key_rotation, value_rotation: ``hadamard``: a Hadamard matrix with random signs, the same
             for all heads. ``eigen``: calibrated for each head, see `RotationSearch`. False: none.
         clip: the factor for the ends of ranges per token. True: searched for every group of every
@@ -76,9 +77,8 @@ class Rotated(Recipe):
                 f"{self.value_bits} bits; allowed: clip=False, and 2, 3 or 4 bits."
             )
         # Bad combinations should be reported before any graph is compiled.
-        few = self.group or 32
-        self._tensor(self.key_bits, self.key_axis, few)
-        self._tensor(self.value_bits, "token", few)
+        self._tensor(self.key_bits, self.key_axis, self.group or 128)
+        _ = self._unknown
 
     @property
     def name(self) -> str:
@@ -111,6 +111,11 @@ class Rotated(Recipe):
         codec = Codec(bits, axis, group, **more)
         return TensorPlan(codec, RetentionPolicy(self.window, every, self.sinks))
 
+    @property
+    def _unknown(self) -> TensorPlan:
+        """The storage of what is neither keys nor values, but for its group."""
+        return self._tensor(self.value_bits, "token", self.group or 128)
+
     def _start(
         self, layer: str, key_dim: int, value_dim: int, heads: int | None = None
     ) -> LayerPlan:
@@ -132,7 +137,7 @@ class Rotated(Recipe):
 
     def unknown_plan(self, path: str, dim: int) -> TensorPlan:
         """As values, not rotated."""
-        return LayerPlan(values=self._tensor(self.value_bits, "token", dim)).unknown(path, dim)
+        return LayerPlan(values=self._unknown).unknown(path, dim)
 
     def sized(self, shapes: Mapping[str, Shape]) -> Plan:
         """See `Recipe.sized`: rotations and factors of clipping take no room."""
@@ -164,8 +169,7 @@ class Rotated(Recipe):
             clips = {x: ClipSearch(plan, seed + i) for i, (x, plan) in enumerate(plans.items())}
             run(lambda sample: clips[sample.layer].add(sample), "clipping")
             plans = {layer: search.clipped() for layer, search in clips.items()}
-        unknown = self._tensor(self.value_bits, "token", 128)
-        return Plan(LayerPlan(unknown, unknown), plans, self.name)
+        return Plan(LayerPlan(self._unknown, self._unknown), plans, self.name)
 
     def _rotated(self, search: RotationSearch) -> LayerPlan:
         plan = search.plan
