@@ -1,6 +1,7 @@
 """What rotations of channels are worth on the small model, part by part.
 
-    python -m examples.rotation_ablation           # about 15 minutes on 2 cores
+    python -m examples.rotation_ablation                   # about 15 minutes on 2 cores
+    python -m examples.rotation_ablation --outliers 8      # keys have channels that stand out
 
 Calibrates as `examples.skvq_ablation` does, and measures the divergence of the model's predictions
 on files that it has never seen, through a cache that is rounded as the packed one is.
@@ -50,6 +51,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="What rotations of channels are worth.")
     add_arguments(parser)
+    parser.add_argument("--outliers", type=float, default=1, help="see add_outliers")
     return parser.parse_args(argv)
 
 
@@ -65,11 +67,30 @@ def recipes() -> list[tuple[str, kvpass.Recipe]]:
     return found
 
 
+@torch.no_grad()
+def add_outliers(model: Any, factor: float) -> None:
+    """Makes three pairs of channels of each head of keys ``factor`` times as large, and those of
+    the queries as much smaller: the model's predictions stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    for layer in model.model.layers:
+        pairs = torch.rand(heads, 1, dim // 2, generator=generator).argsort(dim=2) < 3
+        # The halves of a head are rotated together.
+        scales = 1 + (factor - 1) * torch.cat([pairs, pairs], dim=2)
+        keys, queries = layer.self_attn.k_proj, layer.self_attn.q_proj
+        for part in (keys.weight, keys.bias):
+            part.mul_(scales.expand(heads, 1, dim).reshape(-1, *[1] * (part.dim() - 1)))
+        for part in (queries.weight, queries.bias):
+            count = len(part) // heads // dim
+            part.div_(scales.expand(heads, count, dim).reshape(-1, *[1] * (part.dim() - 1)))
+
+
 class Divergence(Bench):
     """A `Bench` that judges by the predictions of each token, which shows small losses."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
+        add_outliers(self.model, args.outliers)
         self.texts = held_out_ids(self.tokenizer, PROMPT + SCORED, args.texts)
 
     def line(self, name: str, recipe: kvpass.Recipe) -> str:
@@ -90,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     bench = Divergence(args)
     print(HEADER, flush=True)
+    print(bench.line("no packing", kvpass.recipe("fp")), flush=True)
     for name, recipe in tqdm(recipes(), leave=False):
         tqdm.write(bench.line(name, recipe))
 
