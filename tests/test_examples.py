@@ -20,6 +20,7 @@ from examples import (
     kvquant_ladder,
     plot_peak_memory,
     quickstart,
+    rotation_ablation,
     skvq_ablation,
 )
 from kvpass import KvpassError
@@ -81,6 +82,15 @@ def test_the_ablation_adds_one_part_at_a_time() -> None:
     assert not first.calibrated
     with pytest.raises(KvpassError, match="is calibrated"):
         last.layer_plan("*", 64, 64)
+
+
+def test_the_ablation_of_rotations_ends_with_the_recipe() -> None:
+    found = dict(rotation_ablation.recipes())
+    assert found["+ sinks"] == kvpass.recipe("rotated-2bit")
+    layer = found["Hadamard"].layer_plan("*", 64, 64)
+    assert layer.key_basis == layer.value_basis
+    assert str(layer.keys) == "int2.token64.fp8/window=0,pack_every=1"
+    assert found["skvq-k2v2,group=32"].group == 32
 
 
 def test_the_ladder_adds_one_part_at_a_time() -> None:

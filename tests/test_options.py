@@ -19,7 +19,8 @@ from kvpass.recipes import DEFAULT, RECIPES, Fp, Kivi, recipe, written_recipe
 RECIPE_NAMES = (
     "auto, cocktail, fp, kivi-2bit, kivi-4bit, kvmix, kvmix-k2.19v2.38, kvmix-k2.28v2.56, "
     "kvquant-nuq2, kvquant-nuq2-1%, kvquant-nuq3, kvquant-nuq3-1%, "
-    "kvquant-nuq4, kvquant-nuq4-1%, skvq-k2v1.5, skvq-k2v2"
+    "kvquant-nuq4, kvquant-nuq4-1%, rotated-2bit, rotated-4bit, rotated-k4v2, skvq-k2v1.5, "
+    "skvq-k2v2"
 )
 
 

@@ -16,6 +16,7 @@ from kvpass.recipes.fp import Fp as Fp
 from kvpass.recipes.kivi import Kivi as Kivi
 from kvpass.recipes.kvmix import Kvmix as Kvmix
 from kvpass.recipes.kvquant import Kvquant as Kvquant
+from kvpass.recipes.rotated import Rotated as Rotated
 from kvpass.recipes.skvq import Skvq as Skvq
 from kvpass.written import written
 
@@ -31,6 +32,9 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "kvmix-k2.28v2.56": lambda: Kvmix(share=0.3),
     **{f"kvquant-nuq{n}": partial(Kvquant, bits=n) for n in (4, 3, 2)},
     **{f"kvquant-nuq{n}-1%": partial(Kvquant, bits=n, outliers=0.01) for n in (4, 3, 2)},
+    "rotated-4bit": Rotated,
+    "rotated-k4v2": lambda: Rotated(value_bits=2, clip=0.8),
+    "rotated-2bit": lambda: Rotated(2, 2, "token", None, "eigen", "eigen", clip=True),
     "skvq-k2v2": Skvq,
     "skvq-k2v1.5": lambda: Skvq(value_bits=1.5),
 }

@@ -14,13 +14,14 @@ from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe, Recipe
 from kvpass.recipes.kivi import Kivi
 from kvpass.recipes.kvquant import Kvquant
+from kvpass.recipes.rotated import Rotated
 from kvpass.recipes.skvq import Skvq
 
 
 @dataclass(frozen=True)
 class Auto(CalibratedRecipe):
-    """Mixes KIVI's, SKVQ's and KVQuant's ways to store keys and values, those with the least
-    predicted cost (by sensitivity) that keep the budget.
+    """Mixes KIVI's, SKVQ's, KVQuant's and rotated ways to store keys and values, those with the
+    least predicted cost (by sensitivity) that keep the budget.
 
     Attributes:
         budget: bits per element at most, a mean over keys and values of all layers; exact tokens
@@ -95,6 +96,7 @@ class Auto(CalibratedRecipe):
         return [
             *(Kivi(b, g, self.window) for b in (2, 4) for g in groups),
             *(Skvq(b, b, group, **same) for b in (2, 3, 4)),
+            *(Rotated(b, b, "token", None, "eigen", "eigen", clip=True, **same) for b in (2, 3, 4)),
             *(Kvquant(b, outliers, **same) for b in (2, 3, 4) for outliers in (0.0, 0.01)),
         ]
 

@@ -1,0 +1,120 @@
+"""What rotations of channels are worth on the small model, part by part.
+
+    python -m examples.rotation_ablation                   # about 15 minutes on 2 cores
+    python -m examples.rotation_ablation --outliers 8      # keys have channels that stand out
+
+Calibrates as `examples.skvq_ablation` does, and measures the divergence of the model's predictions
+on files that it has never seen, through a cache that is rounded as the packed one is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+import kvpass
+from examples.quickstart import held_out_ids
+from examples.skvq_ablation import PROMPT, Bench, add_arguments, bits_of
+from kvpass.evaluate.quality import quality
+
+SCORED = 256
+# At 2 bits, in groups of 64 channels. Every step keeps what those before it have added, but that
+# levels take the place of clipping, and it theirs.
+PLAIN: dict[str, Any] = {"clip": False, "window": 0, "sinks": 0}
+STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("none", {"key_rotation": False, "value_rotation": False}),
+    ("Hadamard", {"key_rotation": "hadamard", "value_rotation": "hadamard"}),
+    ("eigenbasis", {"key_rotation": "eigen", "value_rotation": "eigen"}),
+    ("+ levels", {"levels": True}),
+    ("+ clip", {"levels": False, "clip": True}),
+    ("+ window", {"window": 128}),
+    ("+ sinks", {"sinks": 5}),
+)
+OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("kivi-2bit", {}),
+    ("skvq-k2v2", {"group": 64}),
+    ("skvq-k2v2", {"group": 32}),
+    ("rotated-2bit", {"group": 32}),
+    ("kivi-4bit", {}),
+    ("rotated-4bit", {}),
+    ("rotated-4bit", {"key_rotation": "hadamard"}),
+    ("rotated-k4v2", {}),
+)
+HEADER = f"{'':36}{'bits':>8}{'perplexity':>12}{'divergence':>12}"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="What rotations of channels are worth.")
+    add_arguments(parser)
+    parser.add_argument("--outliers", type=float, default=1, help="see add_outliers")
+    return parser.parse_args(argv)
+
+
+def recipes() -> list[tuple[str, kvpass.Recipe]]:
+    """The steps, and what they are compared with."""
+    found, fields = [], PLAIN
+    for name, change in STEPS:
+        fields = fields | change
+        found.append((name, kvpass.recipe("rotated-2bit", **fields)))
+    for name, changed in OTHERS:
+        words = ",".join([name, *(f"{field}={value}" for field, value in changed.items())])
+        found.append((words, kvpass.recipe(name, **changed)))
+    return found
+
+
+@torch.no_grad()
+def add_outliers(model: Any, factor: float) -> None:
+    """Makes three pairs of channels of each head of keys ``factor`` times as large, and those of
+    the queries as much smaller: the model's predictions stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    for layer in model.model.layers:
+        pairs = torch.rand(heads, 1, dim // 2, generator=generator).argsort(dim=2) < 3
+        # The halves of a head are rotated together.
+        scales = 1 + (factor - 1) * torch.cat([pairs, pairs], dim=2)
+        keys, queries = layer.self_attn.k_proj, layer.self_attn.q_proj
+        for part in (keys.weight, keys.bias):
+            part.mul_(scales.expand(heads, 1, dim).reshape(-1, *[1] * (part.dim() - 1)))
+        for part in (queries.weight, queries.bias):
+            count = len(part) // heads // dim
+            part.div_(scales.expand(heads, count, dim).reshape(-1, *[1] * (part.dim() - 1)))
+
+
+class Divergence(Bench):
+    """A `Bench` that judges by the predictions of each token, which shows small losses."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        add_outliers(self.model, args.outliers)
+        self.texts = held_out_ids(self.tokenizer, PROMPT + SCORED, args.texts)
+
+    def line(self, name: str, recipe: kvpass.Recipe) -> str:
+        """What a recipe costs."""
+        plan = self.plan(recipe)
+
+        def new_cache() -> Any:
+            return kvpass.oracle_cache(plan, self.model.config, self.model)
+
+        found = quality(self.model, self.texts, PROMPT, new_cache, batch=len(self.texts))
+        bits = bits_of(plan, self.model.config)
+        return f"{name:36}{bits:>8.3f}{found.perplexity:>12.3f}{found.divergence:>12.6f}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    args = arguments(argv)
+    torch.manual_seed(0)
+    bench = Divergence(args)
+    print(HEADER, flush=True)
+    print(bench.line("no packing", kvpass.recipe("fp")), flush=True)
+    for name, recipe in tqdm(recipes(), leave=False):
+        tqdm.write(bench.line(name, recipe))
+
+
+if __name__ == "__main__":
+    main()
