@@ -20,6 +20,7 @@ from kvpass.fingerprint import Weights
 from kvpass.format.channels import ChannelBasis, ChannelOrder, ChannelRanges, ChannelRotation
 from kvpass.format.codec import Codec
 from kvpass.format.parse import modern_words, parse_plan
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 
 FORMAT = 1
@@ -266,6 +267,8 @@ class Plan:
                 out, or Q-Norm of codebooks that have none.
         """
         check_choice("qnorm", qnorm, (None, True, False))
+        # Checks both, also where all layers store tokens as they are.
+        _ = RetentionPolicy(window or 0, 1, sinks or 0)
         change = partial(LayerPlan.with_, window=window, sinks=sinks, qnorm=qnorm)
         layers = {name: change(layer) for name, layer in self.layers.items()}
         return replace(self, default=change(self.default), layers=layers)

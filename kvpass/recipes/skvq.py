@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import ClassVar, Literal
 
 import torch
 
 from kvpass.calibration.channels import cluster
-from kvpass.calibration.clipping import ClipSearch
+from kvpass.calibration.clipping import ALPHAS, ClipSearch
 from kvpass.calibration.samples import (
     STORED,
     AttentionSample,
@@ -45,7 +46,8 @@ class Skvq(Recipe):
             head (eq. 3).
         reorder: channels that are alike share a group: ``balanced`` (k-means, cut evenly),
             ``clusters`` (the clusters themselves, of unequal size; only in plain PyTorch), or
-            False. It changes nothing where a group is a whole head.
+            False. It changes nothing where a group is a whole head, and is kept where the attention
+            output's error is less with it than in the model's order.
         ternary_in_2bit: 1.5 bits take 2 bits of memory, not 1.6.
     """
 
@@ -85,11 +87,17 @@ class Skvq(Recipe):
         """Orders and searched factors come from texts."""
         return self.clip is True or self.reorder is not False
 
+    @property
+    def _clip(self) -> float:
+        """The factor of all groups before any is searched."""
+        return float(self.clip) if self.clip and self.clip is not True else 1.0
+
     def _tensor(self, bits: float, dim: int) -> TensorPlan:
         group = math.gcd(128, dim) if self.group is None else self.group
-        clip = float(self.clip) if self.clip and self.clip is not True else 1.0
         ternary_in_2bit = self.ternary_in_2bit and bits == 1.5
-        codec = Codec(bits, "token", group, clip, "fp8" if self.fp8 else "half", ternary_in_2bit)
+        codec = Codec(
+            bits, "token", group, self._clip, "fp8" if self.fp8 else "half", ternary_in_2bit
+        )
         return TensorPlan(codec, RetentionPolicy(self.window, 1, self.sinks))
 
     def start(
@@ -113,21 +121,31 @@ class Skvq(Recipe):
         return Plan(layers=layers, recipe=self.name)
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
-        """Orders from the ranges of channels, then factors of clipping from attention outputs."""
-        plans = self._ordered(run, seed)
-        if self.clip is True:
-            searches = {
-                layer: ClipSearch(plan, seed + i) for i, (layer, plan) in enumerate(plans.items())
-            }
-            run(lambda sample: searches[sample.layer].add(sample), "clipping")
-            plans = {layer: search.clipped() for layer, search in searches.items()}
-        return Plan(self.start("*", 128, 128), plans, self.name)
+        """Orders from the ranges of channels; factors of clipping, and which orders are kept, from
+        the errors of attention outputs."""
+        ways = self._ordered(run, seed)
+        factors = ALPHAS if self.clip is True else (self._clip,)
+        searches = {
+            layer: [ClipSearch(way[layer], seed + i, factors) for way in ways]
+            for i, layer in enumerate(ways[0])
+        }
 
-    def _ordered(self, run: CalibrationRunner, seed: int) -> dict[str, LayerPlan]:
-        """The plans of all layers, with orders of their channels."""
+        def search(sample: AttentionSample) -> None:
+            for way in searches[sample.layer]:
+                way.add(sample)
+
+        run(search, "clipping")
+        layers = {layer: _best(found, self.clip is True) for layer, found in searches.items()}
+        return Plan(self.start("*", 128, 128), layers, self.name)
+
+    def _observed(
+        self, run: CalibrationRunner
+    ) -> tuple[dict[str, LayerPlan], dict[Name, Thresholds], dict[str, tuple[Rope, ...]]]:
+        """For each layer its plan in the model's order, the ranges of its channels, and how they
+        are rotated."""
+        plans: dict[str, LayerPlan] = {}
         ranges: dict[Name, Thresholds] = {}
         rotated: dict[str, tuple[Rope, ...]] = {}
-        plans: dict[str, LayerPlan] = {}
 
         def observe(sample: AttentionSample) -> None:
             layer = sample.layer
@@ -141,8 +159,14 @@ class Skvq(Recipe):
                 ranges[layer, kind].add(sample.stored(kind, before_rope=False))
 
         run(observe, "ranges of channels")
+        return plans, ranges, rotated
+
+    def _ordered(self, run: CalibrationRunner, seed: int) -> tuple[dict[str, LayerPlan], ...]:
+        """The plans of all layers in the model's order, and with orders of their channels, if they
+        are wanted."""
+        plans, ranges, rotated = self._observed(run)
         if not self.reorder:
-            return plans
+            return (plans,)
 
         def ordered(layer: str, kind: Stored) -> tuple[TensorPlan, ChannelOrder | None]:
             plan, _, _ = plans[layer].stored(kind)
@@ -152,7 +176,16 @@ class Skvq(Recipe):
             order, codec = cluster(features, plan.codec, together, seed, balanced)
             return replace(plan, codec=codec), order
 
+        other = {}
         for layer in plans:
             (keys, key_basis), (values, value_basis) = (ordered(layer, kind) for kind in STORED)
-            plans[layer] = LayerPlan(keys, values, key_basis, value_basis)
-        return plans
+            other[layer] = LayerPlan(keys, values, key_basis, value_basis)
+        return plans, other
+
+
+def _best(searches: Sequence[ClipSearch], clipped: bool) -> LayerPlan:
+    """Of the keys, and of the values, those with the least error; the first, if all have as
+    much."""
+    keys, values = (min(searches, key=methodcaller("error", kind)) for kind in STORED)
+    plans = [found.clipped() if clipped else found.plan for found in (keys, values)]
+    return replace(plans[0], values=plans[1].values, value_basis=plans[1].value_basis)

@@ -116,7 +116,9 @@ def test_arguments_of_score():
     with pytest.raises(OptionError, match="Unknown score 'size'"):
         kvpass.score(model, [kvpass.recipe("fp").plan(model.config)], texts, by="size")
     for none in ([], ["kivi-2bit"]):
-        with pytest.raises(OptionError, match=r"allowed: at least one kvpass\.Plan"):
+        with pytest.raises(
+            OptionError, match=r"allowed: kvpass\.recipe\('auto'\), or at least one"
+        ):
             kvpass.score(model, none, texts)
     with pytest.raises(OptionError, match="scores of type dict are not supported"):
         allocate({}, budget_bits=3)

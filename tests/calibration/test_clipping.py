@@ -49,7 +49,7 @@ def expected(
     sample: AttentionSample, plan: LayerPlan, positions: list[int], kind: str
 ) -> torch.Tensor:
     """Squared errors ``[factors, H, groups]``."""
-    tensor, order = getattr(plan, kind), getattr(plan, f"{kind[:-1]}_order")
+    tensor, order = getattr(plan, kind), getattr(plan, f"{kind[:-1]}_basis")
     exact = getattr(sample, kind)
     errors = torch.zeros(len(ALPHAS), 2, 2)
     for i, alpha in enumerate(ALPHAS):
@@ -91,6 +91,7 @@ def test_errors_are_those_of_the_attentions_output(variant):
         torch.testing.assert_close(search._errors[kind], wanted, rtol=1e-3, atol=1e-4)
         best = tuple(ALPHAS[i] for i in wanted.argmin(0).flatten())
         assert search.clip(kind) == best
+        assert search.error(kind) == pytest.approx(float(wanted.amin(0).sum()), rel=1e-3)
         assert min(best) < 1
 
 
