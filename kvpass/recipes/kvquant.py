@@ -34,6 +34,8 @@ from kvpass.recipes.base import CalibratedRecipe
 class Kvquant(CalibratedRecipe):
     """Keys per channel, with calibrated ranges; values per token, all heads together.
 
+    The paper keeps the first token exact and no recent ones: ``sinks=1, window=0``.
+
     Attributes:
         bits: per code of keys and of values: 2, 3 or 4.
         outliers: fraction of the elements of each token that are stored as they are, e.g. 0.01.
@@ -51,8 +53,8 @@ class Kvquant(CalibratedRecipe):
     uniform: bool = False
     before_rope: bool = True
     qnorm: bool | None = None
-    sinks: int = 1
-    window: int = 0
+    sinks: int = 5
+    window: int = 128
     key_bits: int | None = None
     value_bits: int | None = None
 

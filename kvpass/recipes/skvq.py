@@ -8,24 +8,18 @@ from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import ClassVar, Literal
 
-import torch
-
-from kvpass.calibration.channels import cluster
+from kvpass.calibration.channels import Clusters
 from kvpass.calibration.clipping import ALPHAS, ClipSearch
+from kvpass.calibration.ordering import OrderSearch
 from kvpass.calibration.samples import (
     STORED,
     AttentionSample,
     CalibrationRunner,
-    Name,
     Shape,
-    Stored,
 )
-from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import check, check_choice, check_flag, is_number
-from kvpass.format.channels import ChannelOrder
 from kvpass.format.codec import BITS, Codec
 from kvpass.format.retention import RetentionPolicy
-from kvpass.format.rope import Rope
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import Recipe, calibration_needed
@@ -138,49 +132,27 @@ class Skvq(Recipe):
         layers = {layer: _best(found, self.clip is True) for layer, found in searches.items()}
         return Plan(self.start("*", 128, 128), layers, self.name)
 
-    def _observed(
-        self, run: CalibrationRunner
-    ) -> tuple[dict[str, LayerPlan], dict[Name, Thresholds], dict[str, tuple[Rope, ...]]]:
-        """For each layer its plan in the model's order, the ranges of its channels, and how they
-        are rotated."""
+    def _ordered(self, run: CalibrationRunner, seed: int) -> list[dict[str, LayerPlan]]:
+        """The plans of all layers in the model's order, and with orders of their channels, if they
+        are wanted."""
         plans: dict[str, LayerPlan] = {}
-        ranges: dict[Name, Thresholds] = {}
-        rotated: dict[str, tuple[Rope, ...]] = {}
+        orders: dict[str, OrderSearch | Clusters] = {}
 
         def observe(sample: AttentionSample) -> None:
             layer = sample.layer
             if layer not in plans:
                 heads, key_dim, value_dim = sample.shape
                 plans[layer] = self.start(layer, key_dim, value_dim, heads)
-                rotated[layer] = sample.rotations
-            for kind in STORED if self.reorder else ():
-                if (layer, kind) not in ranges:
-                    ranges[layer, kind] = Thresholds(0, run.tokens(self.sinks), self.sinks)
-                ranges[layer, kind].add(sample.stored(kind, before_rope=False))
+                if self.reorder:
+                    kind = OrderSearch if self.reorder == "balanced" else Clusters
+                    orders[layer] = kind(plans[layer], run.tokens(self.sinks), seed)
+            if self.reorder:
+                orders[layer].add(sample)
 
-        run(observe, "ranges of channels")
-        return plans, ranges, rotated
-
-    def _ordered(self, run: CalibrationRunner, seed: int) -> tuple[dict[str, LayerPlan], ...]:
-        """The plans of all layers in the model's order, and with orders of their channels, if they
-        are wanted."""
-        plans, ranges, rotated = self._observed(run)
+        run(observe, "channels")
         if not self.reorder:
-            return (plans,)
-
-        def ordered(layer: str, kind: Stored) -> tuple[TensorPlan, ChannelOrder | None]:
-            plan, _, _ = plans[layer].stored(kind)
-            features = torch.stack(ranges[layer, kind].bounds(), dim=2).cpu()
-            together = rotated[layer] if kind == "keys" else ()
-            balanced = self.reorder == "balanced"
-            order, codec = cluster(features, plan.codec, together, seed, balanced)
-            return replace(plan, codec=codec), order
-
-        other = {}
-        for layer in plans:
-            (keys, key_basis), (values, value_basis) = (ordered(layer, kind) for kind in STORED)
-            other[layer] = LayerPlan(keys, values, key_basis, value_basis)
-        return plans, other
+            return [plans]
+        return [plans, {layer: found.ordered() for layer, found in orders.items()}]
 
 
 def _best(searches: Sequence[ClipSearch], clipped: bool) -> LayerPlan:
