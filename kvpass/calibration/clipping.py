@@ -41,9 +41,12 @@ class ClipSearch:
 
     def add(self, sample: AttentionSample) -> None:
         """Adds the errors of one batch; nothing where its texts end within the exact tokens."""
-        queries = Queries.drawn(sample, self.plan, self._generator)
-        if queries is None:
+        exact = max(p.sinks + p.retention.window for p in (self.plan.keys, self.plan.values))
+        tokens = sample.keys.shape[2]
+        if tokens <= exact + 1:
             return
+        drawn = torch.randint(exact + 1, tokens, (QUERIES,), generator=self._generator)
+        queries = _Queries(sample, drawn.unique().to(sample.q.device))
         for kind in STORED:
             plan, basis, _ = self.plan.stored(kind)
             if plan.codec.identity or plan.codec.axis == "channel":
@@ -79,7 +82,7 @@ class ClipSearch:
         return replace(self.plan, keys=keys, values=values)
 
 
-class Queries:
+class _Queries:
     """Some queries of an attention, and what errors of keys or values do to their outputs.
 
     Errors are ``[B, H, T, D]``, by token and channel, in the order of the cache; their squared
@@ -92,27 +95,6 @@ class Queries:
         self._values = sample.values.float()
         self._products = self._q @ sample.keys.float().transpose(2, 3)
         self._weights = sample.weights(self._products, positions)
-
-    @classmethod
-    def drawn(
-        cls, sample: AttentionSample, plan: LayerPlan, generator: torch.Generator
-    ) -> Queries | None:
-        """`QUERIES` of those that find tokens rounded, at most; None if there are none."""
-        exact = max(p.sinks + p.retention.window for p in (plan.keys, plan.values))
-        tokens = sample.keys.shape[2]
-        if tokens <= exact + 1:
-            return None
-        drawn = torch.randint(exact + 1, tokens, (QUERIES,), generator=generator)
-        return cls(sample, drawn.unique().to(sample.q.device))
-
-    def energies(self) -> Tensor:
-        """Sums of squares, ``[H, D]``: of all queries of a KV head."""
-        return self._q.square().sum((0, 2))
-
-    def token_energies(self, plan: TensorPlan) -> Tensor:
-        """The sums of squared weights with which the queries read each token rounded,
-        ``[B, H, T]``."""
-        return (self._weights * self._rounded(plan)).square().sum(2)
 
     def _rounded(self, plan: TensorPlan) -> Tensor:
         """Masks of the tokens that each query finds rounded, ``[Hq / H * n, T]``."""

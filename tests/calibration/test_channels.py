@@ -104,19 +104,23 @@ def test_orders_keep_what_is_rotated_together(seed, group, rotated, kind):
 
 
 def random_sample(seed: int, rotations=(), wide=None) -> AttentionSample:
-    """Two heads of 16 channels, 40 tokens; ``wide`` scales keys' and values' channels."""
+    """Two heads of 16 channels, 40 tokens; ``wide`` scales the channels of keys."""
     q, keys, values = (randn(2, n, 40, 16, seed=seed + n) for n in (4, 2, 3))
     values = values[:, :2]
     if wide is not None:
-        keys, values = keys * wide, values * wide
+        keys = keys * wide
+        # One of each eight lies elsewhere.
+        values = values + torch.tensor([20.0] + [0.0] * 7).repeat(2)
     more = {"mask": None, "scale": 0.25, "sinks": None, "causal": True, "softcap": 0.0}
     return AttentionSample("layer", q, keys, values, rotations=rotations, before_rope=keys, **more)
 
 
 def test_balanced_groups_lessen_the_error_that_queries_see():
-    """Channels of two widths lie side by side, and queries read half of them only."""
+    """Keys of two widths lie side by side, of which queries read half, and values of two means."""
     plan = LayerPlan(*[TensorPlan(codec(8), RetentionPolicy(4, 1, 2))] * 2)
     every = random_sample(0, wide=torch.tensor([1.0, 5.0]).repeat(8))
+    # Few attend to one token alone.
+    every = replace(every, q=every.q / 10)
     half = replace(every, q=every.q * torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(4))
 
     def ordered(sample: AttentionSample) -> LayerPlan:
@@ -130,24 +134,24 @@ def test_balanced_groups_lessen_the_error_that_queries_see():
         return search.error(kind)
 
     assert error(ordered(half), "keys") < 0.9 * error(ordered(every), "keys")
-    assert error(ordered(half), "values") < error(plan, "values")
+    assert error(ordered(half), "values") < 0.6 * error(plan, "values")
 
 
 def test_no_swap_of_two_channels_is_better():
-    """Against every swap, by the sum over groups of squared widths times weights."""
+    """Against every swap, by the sum over groups of mean squared widths times weights."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(30, 12, generator=generator) * torch.rand(12, generator=generator).exp()
-    energies, weights = torch.rand(30, generator=generator), torch.rand(12, generator=generator)
+    weights = torch.rand(12, generator=generator)
 
     def error(labels: torch.Tensor) -> float:
         total = 0.0
         for group in range(3):
             members = x[:, labels == group]
             width = members.amax(1) - members.amin(1)
-            total += float((energies * width**2).sum() * weights[labels == group].sum())
+            total += float((width**2).mean() * weights[labels == group].sum())
         return total
 
-    labels = _groups(x, energies, weights, torch.arange(12).unsqueeze(1), 4)
+    labels = _groups(x, weights, torch.arange(12).unsqueeze(1), 4)
     assert labels.bincount().tolist() == [4, 4, 4]
     assert error(labels) < error(torch.arange(12) // 4)
     for i, j in itertools.combinations(range(12), 2):
