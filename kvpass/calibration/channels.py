@@ -66,13 +66,15 @@ Order = Callable[[Stored, Codec], tuple[ChannelOrder | None, Codec]]
 
 
 def with_orders(plan: LayerPlan, order: Order) -> LayerPlan:
-    """A layer's plan with the orders and the codecs that ``order`` finds."""
-    (key_basis, keys), (value_basis, values) = (
-        order(kind, plan.stored(kind)[0].codec) for kind in STORED
-    )
-    return LayerPlan(
-        replace(plan.keys, codec=keys), replace(plan.values, codec=values), key_basis, value_basis
-    )
+    """A layer's plan with the orders and the codecs that ``order`` finds; keys before their rotary
+    embedding stay as they are."""
+    found: dict[str, Any] = {}
+    for kind, basis in zip(STORED, ("key_basis", "value_basis"), strict=True):
+        if kind == "values" or not plan.before_rope:
+            tensor, *_ = plan.stored(kind)
+            found[basis], codec = order(kind, tensor.codec)
+            found[kind] = replace(tensor, codec=codec)
+    return replace(plan, **found)
 
 
 class Clusters:

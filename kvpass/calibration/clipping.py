@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,9 +52,11 @@ class ClipSearch:
             plan, basis, _ = self.plan.stored(kind)
             if plan.codec.identity or plan.codec.axis == "channel":
                 continue
-            x = sample.stored(kind, before_rope=False)
+            x = sample.stored(kind, self.plan.before_rope)
             x = (x if basis is None else basis.store(x)).float()
-            errors_of = queries.key_errors if kind == "keys" else queries.value_errors
+            errors_of = queries.value_errors
+            if kind == "keys":
+                errors_of = partial(queries.key_errors, self.plan.before_rope)
             found = [
                 errors_of(plan, basis, fake_quantize(replace(plan.codec, clip=alpha), x) - x)
                 for alpha in self._factors
@@ -111,7 +114,9 @@ class _Queries:
         zeros = squares.new_zeros(len(squares), int(members.max()) + 1)
         return _over_heads(plan, zeros.scatter_add_(1, members, squares), errors)
 
-    def key_errors(self, plan: TensorPlan, basis: ChannelBasis | None, errors: Tensor) -> Tensor:
+    def key_errors(
+        self, before_rope: bool, plan: TensorPlan, basis: ChannelBasis | None, errors: Tensor
+    ) -> Tensor:
         """Effects of errors of keys, one group at a time: each changes all weights."""
         q = self._q if basis is None else basis.store(self._q)
         outputs, rounded = self._weights @ self._values, self._rounded(plan)
@@ -119,7 +124,10 @@ class _Queries:
         squares = []
         for group in range(int(members.max()) + 1):
             inside = (members == group)[None, :, None]
-            moved = (q * inside) @ errors.transpose(2, 3) * rounded
+            of_group = errors * inside
+            if before_rope:
+                of_group = self._sample.rotated(of_group)
+            moved = q @ of_group.transpose(2, 3) * rounded
             weights = self._sample.weights(self._products + moved, self._positions)
             squares.append((weights @ self._values - outputs).square().sum((0, 2, 3)))
         return _over_heads(plan, torch.stack(squares, dim=1), errors)

@@ -43,6 +43,8 @@ class Skvq(Recipe):
             False. It changes nothing where a group is a whole head, and is kept where the attention
             output's error is less with it than in the model's order.
         ternary_in_2bit: 1.5 bits take 2 bits of memory, not 1.6.
+        before_rope: keys are stored before their rotary embedding, in the model's order, as the
+            authors' code has them.
     """
 
     renamed: ClassVar[dict[str, str]] = {"slots": "ternary_in_2bit"}
@@ -56,13 +58,14 @@ class Skvq(Recipe):
     clip: bool | float = True
     reorder: Literal["balanced", "clusters", False] = "balanced"
     ternary_in_2bit: bool = False
+    before_rope: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
             bits = getattr(self, name)
             fits = is_number(bits) and bits in BITS
             check(name, bits, fits, ", ".join(map(str, BITS)))
-        for name in ("fp8", "ternary_in_2bit"):
+        for name in ("fp8", "ternary_in_2bit", "before_rope"):
             check_flag(name, getattr(self, name))
         check_choice("reorder", self.reorder, ("balanced", "clusters", False))
         fits = isinstance(self.clip, bool | int | float) and 0 <= self.clip <= 1
@@ -99,7 +102,8 @@ class Skvq(Recipe):
     ) -> LayerPlan:
         """A layer's plan before anything is known of its channels."""
         keys = self._tensor(self.key_bits, key_dim)
-        plan = LayerPlan(keys, self._tensor(self.value_bits, value_dim))
+        values = self._tensor(self.value_bits, value_dim)
+        plan = LayerPlan(keys, values, before_rope=self.before_rope)
         plan.check(layer, key_dim, value_dim, heads)
         return plan
 

@@ -55,6 +55,20 @@ def test_compiled_equals_the_oracle_and_every_order_is_folded(family: str) -> No
         assert_folded(report)
 
 
+def test_keys_before_their_rotary_embedding() -> None:
+    """Their groups are clipped as well, and the compiled model reads what the oracle does."""
+    model = tiny_model("llama", layers=1)
+    plan = plan_for(model, before_rope=True)
+    (layer,) = plan.layers.values()
+    assert layer.before_rope
+    assert layer.key_basis is None
+    assert isinstance(layer.keys.codec.clip, tuple)
+    ids, steps = prompt(2, 50, seed=9), [40, *[1] * 10]
+    twin = compiled(model, plan, strict=True)
+    assert error_to_oracle(twin, model, plan, ids, steps) <= LOGITS_CODES_FP32
+    assert "attention: cpp" in str(explain(twin))
+
+
 @pytest.mark.usefixtures("all_orders")
 def test_every_switch_changes_the_plan() -> None:
     model = tiny_model("llama", layers=1)
