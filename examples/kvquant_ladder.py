@@ -19,7 +19,10 @@ from examples.skvq_ablation import HEADER, Bench, add_arguments
 
 # Every step keeps what those before it have added.
 STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("per channel", {"uniform": True, "before_rope": False, "qnorm": False}),
+    (
+        "per channel",
+        {"uniform": True, "before_rope": False, "qnorm": False, "window": 0, "sinks": 1},
+    ),
     ("before RoPE", {"before_rope": True}),
     ("nuq", {"uniform": False}),
     ("+ 1% outliers", {"outliers": 0.01}),
@@ -49,8 +52,9 @@ def recipes(bits: int) -> list[tuple[str, kvpass.Recipe]]:
     for name, change in STEPS:
         fields |= change
         found.append((name, kvpass.recipe(f"kvquant-nuq{bits}", **fields)))
-    # Which the paper has not.
-    return [*found, ("nuq, window", kvpass.recipe(f"kvquant-nuq{bits}", window=128))]
+    # With a window and more sinks, which the paper has not.
+    names = (f"kvquant-nuq{bits}", f"kvquant-nuq{bits}-1%")
+    return [*found, *((name, kvpass.recipe(name)) for name in names)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from kvpass import evaluate as evaluate
     from kvpass.calibration.allocation import Allocation as Allocation
     from kvpass.calibration.allocation import allocate as allocate
+    from kvpass.calibration.allocation import cost_curve as cost_curve
     from kvpass.calibration.calibrate import calibrate as calibrate
+    from kvpass.calibration.candidates import score as score
     from kvpass.calibration.scores import Scores as Scores
     from kvpass.calibration.scores import importance as importance
-    from kvpass.calibration.scores import score as score
     from kvpass.calibration.scores import sensitivities as sensitivities
     from kvpass.errors import KvpassError as KvpassError
     from kvpass.format.channels import ChannelOrder as ChannelOrder
@@ -47,9 +48,10 @@ __version__ = "0.1.0"
 # Imported on first use: TORCH_LOGS="+kvpass" imports this package while torch itself is being
 # imported.
 _NAMES = {
-    "calibration.allocation": "Allocation allocate",
+    "calibration.allocation": "Allocation allocate cost_curve",
     "calibration.calibrate": "calibrate",
-    "calibration.scores": "Scores importance score sensitivities",
+    "calibration.candidates": "score",
+    "calibration.scores": "Scores importance sensitivities",
     "errors": "KvpassError",
     "format.channels": "ChannelOrder ChannelRanges ChannelRotation",
     "format.codec": "Codec",

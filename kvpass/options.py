@@ -14,6 +14,8 @@ from kvpass.recipes.base import calibration_needed
 INNER = ("inductor", "eager")
 # Options that are no field of a recipe.
 _OWN = ("inner", "mode", "strict")
+# What `Plan.with_` replaces.
+_OF_PLANS = ("window", "sinks", "qnorm")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Options:
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Reads ``options``: ``recipe``, ``strict``, ``inner``, ``mode``, and fields of the recipe.
+    """Reads ``options``: ``recipe``, ``strict``, ``inner``, ``mode``, and fields of the recipe, or
+    those of `Plan.with_` with a plan.
 
     Raises:
         OptionError: if a name or value is not allowed.
@@ -100,12 +103,12 @@ def _planner(chosen: Any, overrides: Mapping[str, Any]) -> Recipe | Plan:
     elif isinstance(chosen, Recipe):
         base = chosen
     elif isinstance(chosen, Plan):
-        if overrides:
+        if others := sorted(overrides.keys() - set(_OF_PLANS)):
             raise OptionError(
-                f"A Plan takes no further options, but got {', '.join(sorted(overrides))}; "
-                f"allowed with a Plan: {', '.join(_OWN)}."
+                f"A Plan is made for what it says of {', '.join(others)}: make another one, or "
+                f"calibrate again; allowed with a Plan: {', '.join((*_OF_PLANS, *_OWN))}."
             )
-        return chosen
+        return chosen.with_(**overrides) if overrides else chosen
     else:
         raise OptionError(
             f"recipe={shown(chosen)} is not supported; allowed: a Recipe, a Plan, the path of a "

@@ -6,7 +6,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvpass.errors import PlanError, cut, shown
+from kvpass.errors import PlanError, check_choice, cut, shown
 from kvpass.fingerprint import Weights
 from kvpass.format.channels import ChannelBasis, ChannelOrder, ChannelRanges, ChannelRotation
 from kvpass.format.codec import Codec
 from kvpass.format.parse import modern_words, parse_plan
+from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 
 FORMAT = 1
@@ -66,6 +68,26 @@ class LayerPlan:
         if kind == "keys":
             return self.keys, self.key_basis, self.key_ranges
         return self.values, self.value_basis, None
+
+    def with_(self, *, qnorm: bool | None = None, **retention: int | None) -> LayerPlan:
+        """See `Plan.with_`; ``retention`` are `RetentionPolicy`'s ``window`` and ``sinks``."""
+        kept: dict[str, Any] = {n: x for n, x in retention.items() if x is not None}
+        if self.key_ranges is not None and kept.get("sinks", self.keys.sinks) < self.keys.sinks:
+            raise PlanError(
+                f"sinks={kept['sinks']} needs calibration: the plan's ranges of keys leave out the "
+                f"first {self.keys.sinks} tokens."
+            )
+
+        def changed(plan: TensorPlan) -> TensorPlan:
+            if plan.codec.identity:
+                return plan
+            plan.one_codec()
+            if qnorm and plan.codec.codebook is not None and plan.codec.qnorm is None:
+                raise PlanError("qnorm=True needs calibration: the plan has no numbers for it.")
+            codec = replace(plan.codec, qnorm=None) if qnorm is False else plan.codec
+            return replace(plan, codec=codec, retention=replace(plan.retention, **kept))
+
+        return replace(self, keys=changed(self.keys), values=changed(self.values))
 
     def check(self, layer: str, key_dim: int, value_dim: int, kv_heads: int | None = None) -> None:
         """Refuses a plan that does not fit ``kv_heads`` (None: any number) of so many channels.
@@ -228,6 +250,28 @@ class Plan:
     def warning(self, query_heads: int, kv_heads: int) -> str | None:
         """None: whoever made the plan has been warned."""
         return None
+
+    def with_(
+        self, *, window: int | None = None, sinks: int | None = None, qnorm: bool | None = None
+    ) -> Plan:
+        """This plan with fields replaced that need no calibration anew, in all layers.
+
+        Args:
+            window, sinks: tokens that stay exact, the last and the first ones; keys that are packed
+                in runs, as KIVI's, keep up to a run more.
+            qnorm: False: codebooks are decoded as they are (KVQuant, section 3.5).
+
+        Raises:
+            OptionError: if a value is not allowed.
+            PlanError: if it needs calibration: fewer sinks than calibrated ranges of keys have left
+                out, or Q-Norm of codebooks that have none.
+        """
+        check_choice("qnorm", qnorm, (None, True, False))
+        # Checks both, also where all layers store tokens as they are.
+        _ = RetentionPolicy(window or 0, 1, sinks or 0)
+        change = partial(LayerPlan.with_, window=window, sinks=sinks, qnorm=qnorm)
+        layers = {name: change(layer) for name, layer in self.layers.items()}
+        return replace(self, default=change(self.default), layers=layers)
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file whose JSON header holds the plan."""

@@ -72,7 +72,7 @@ def error_to_oracle(twin: Any, model: Any, plan: Any, ids: Tensor, steps: Sequen
     """The largest difference between the logits of ``twin``, which is compiled, and those of
     ``model`` with the oracle of ``plan``."""
     torch._dynamo.reset()
-    wanted, _ = run_steps(model, ids, steps, None, kvpass.oracle_cache(plan, model.config))
+    wanted, _ = run_steps(model, ids, steps, None, kvpass.oracle_cache(plan, model.config, model))
     got, _ = run_steps(twin, ids, steps)
     return float((got - wanted).abs().max())
 

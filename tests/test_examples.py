@@ -98,7 +98,7 @@ def test_the_ladder_adds_one_part_at_a_time() -> None:
     assert names[:4] == ("per channel", "before RoPE", "nuq", "+ 1% outliers")
     assert recipes[3].name == "kvquant-nuq2-1%"
     assert recipes[4].qnorm
-    assert recipes[5].window == 128
+    assert [r.window for r in recipes] == [0] * 5 + [128] * 2
     plan = kvquant_ladder.per_token(2, 128)
     assert str(plan.default.keys) == "int2.token128/sinks=1,window=0,pack_every=1"
 

@@ -48,9 +48,13 @@ def test_recipe_objects_and_plans():
     assert parse_options({"recipe": Fp()}).planner == Fp()
     plan = Plan(LayerPlan(TensorPlan(Codec(2, "channel", 32), RetentionPolicy(0, 128))))
     assert parse_options({"recipe": plan, "strict": True}).planner is plan
+    changed = parse_options({"recipe": plan, "window": 64, "sinks": 4}).planner
+    assert changed == plan.with_(window=64, sinks=4)
+    assert changed.default.keys.retention == RetentionPolicy(64, 128, 4)
 
 
-KNOWN = "Allowed: before_rope, bits, group, inner, mode, recipe, residual, strict."
+FIELDS = "before_rope, bits, group, inner, key_bits, mode, recipe, residual, strict, value_bits"
+KNOWN = f"Allowed: {FIELDS}."
 REFUSED = [
     (
         {"recipe": "kivi-3bit"},
@@ -79,9 +83,15 @@ REFUSED = [
     ),
     (
         {"recipe": Plan(), "bits": 2, "group": 8},
-        "A Plan takes no further options, but got bits, group; allowed with a Plan: inner, mode, "
-        "strict.",
+        "A Plan is made for what it says of bits, group: make another one, or calibrate again; "
+        "allowed with a Plan: window, sinks, qnorm, inner, mode, strict.",
     ),
+    (
+        {"recipe": Plan(), "sinks": -1},
+        "sinks=-1 is not supported; allowed: a whole number, at least 0.",
+    ),
+    ({"recipe": Plan(), "qnorm": 1}, "qnorm=1 is not supported; allowed: None, True, False."),
+    ({"key_bits": 3}, "key_bits=3 is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),
     ({"bits": 3}, "bits=3 is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),
     ({"bits": "2"}, "bits='2' is not supported; allowed: 2, 4, 8 (or the recipe 'fp')."),
     ({"group": 1}, "group=1 is not supported; allowed: a whole number, at least 2."),
@@ -130,8 +140,8 @@ def test_unknown_field_of_a_recipe():
     with pytest.raises(OptionError) as caught:
         recipe("kivi-2bit", bitts=2)
     assert str(caught.value) == (
-        "Unknown option of recipe 'kivi-2bit': 'bitts'. Did you mean 'bits'? "
-        "Allowed: before_rope, bits, group, residual."
+        "Unknown option of recipe 'kivi-2bit': 'bitts'. Did you mean 'bits' or 'key_bits' or "
+        "'value_bits'? Allowed: before_rope, bits, group, key_bits, residual, value_bits."
     )
     with pytest.raises(OptionError) as caught:
         recipe("fp", bits=2)

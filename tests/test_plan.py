@@ -7,7 +7,7 @@ import math
 import pickle
 import tempfile
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +66,35 @@ def test_lookup_by_path_and_index():
     assert plan.layer_at(1) is other
     assert plan.layer_at(0) is KIVI
     assert plan.layer_at(11) is KIVI
+
+
+def test_fields_that_need_no_calibration():
+    """Window, sinks and Q-Norm are replaced in all layers, but for what they are calibrated by."""
+    even = (-1.0, -0.3, 0.3, 1.0)
+    keys = Codec(2, "channel", 0, codebook=even, qnorm=(1.1, 0.0))
+    policy = RetentionPolicy(8, 1, 3)
+    ranges = ChannelRanges.of(torch.zeros(2, 1, 32, dtype=torch.int32))
+    layer = LayerPlan(
+        TensorPlan(keys, policy),
+        TensorPlan(Codec(2, "token", 32, codebook=even), policy),
+        before_rope=True,
+        key_ranges=ranges,
+    )
+    plan = Plan(layers={"a": layer, "b": KIVI}, recipe="mine")
+    assert plan.with_() == plan
+    changed = plan.with_(window=64, sinks=5, qnorm=False)
+    assert changed.layers["a"].keys == TensorPlan(
+        replace(keys, qnorm=None), RetentionPolicy(64, 1, 5)
+    )
+    assert changed.layers["a"].key_ranges is ranges
+    assert changed.layers["b"].keys.retention == RetentionPolicy(64, 128, 5)
+    assert (changed.default, changed.recipe) == (LayerPlan(), "mine")
+    with pytest.raises(
+        PlanError, match=r"sinks=2 needs calibration: .* leave out the first 3 tokens"
+    ):
+        plan.with_(sinks=2)
+    with pytest.raises(PlanError, match="qnorm=True needs calibration: the plan has no numbers"):
+        plan.with_(qnorm=True)
 
 
 def test_layer_plan_is_checked_against_the_heads():

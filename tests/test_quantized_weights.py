@@ -19,7 +19,8 @@ quantization = pytest.importorskip("torchao.quantization")
 def plan_of(model: Any, name: str) -> Plan:
     if name.startswith("kivi"):
         return recipe(name, group=8, residual=16).plan(model.config)
-    return calibrate(model, name, [prompt(1, 60, seed=i) for i in range(2)], progress=False)
+    texts = [prompt(1, 60, seed=i) for i in range(2)]
+    return calibrate(model, name, texts, window=8, progress=False)
 
 
 @pytest.mark.parametrize("name", ["kivi-4bit", "kvquant-nuq3-1%"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -108,6 +108,16 @@ def allocate(
         cost=float(cost[taken].sum()),
         chosen={(c.layer, kind): getattr(c, kind) for c in best for kind in STORED},
     )
+
+
+def cost_curve(scores: Scores, budgets: Iterable[float]) -> list[Allocation]:
+    """What `allocate` finds for each of these budgets of bits per element, one scoring for all:
+    plans, and predicted costs (`Allocation.cost`) against bits (`Allocation.bits`).
+
+    Raises:
+        OptionError: as `allocate`.
+    """
+    return [allocate(scores, budget_bits=budget) for budget in budgets]
 
 
 def _positive(name: str, value: Any) -> float:

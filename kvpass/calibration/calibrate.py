@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -68,15 +68,21 @@ def calibrate(
         raise OptionError(f"Recipe '{chosen.name}' as given needs no calibration; use it as it is.")
     check_whole("seed", seed, 0)
     batches = token_batches(data, tokenizer, samples, length, batch)
-    _require_packed(chosen, batches)
+    require_packed(chosen, batches)
     plan = chosen.fit(ModelRunner(model, batches, progress), seed)
+    return replace(plan, calibration=origin_of(model, plan.layers, batches, seed))
+
+
+def origin_of(
+    model: Any, layers: Iterable[str], batches: Sequence[Tensor], seed: int
+) -> Calibration:
+    """The origin of plans for these layers of ``model``, made from the texts ``batches``."""
     versions = {"python": platform.python_version(), **dict(map(_version, _LIBRARIES))}
     tokens = sum(ids.numel() for ids in batches)
-    weights = fingerprint(model, plan.layers)
-    return replace(plan, calibration=Calibration(seed, tokens, weights, versions))
+    return Calibration(seed, tokens, fingerprint(model, layers), versions)
 
 
-def _require_packed(recipe: Recipe, batches: list[Tensor]) -> None:
+def require_packed(recipe: Recipe, batches: Sequence[Tensor]) -> None:
     """Refuses texts that a recipe keeps exact: they say nothing of what it packs."""
     exact = sum(getattr(recipe, name, 0) for name in ("window", "sinks"))
     longest = max(ids.shape[1] for ids in batches)

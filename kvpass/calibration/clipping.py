@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,31 +27,39 @@ class ClipSearch:
     One tensor, and of the keys one group, is rounded at a time: the errors of the others are as
     likely to add to it as to take from it. As in a decode step, a query sees the sinks and its
     window exactly, and all that lies between them rounded.
+
+    Args:
+        plan: the layer's.
+        seed: of the queries that are drawn.
+        factors: those to try.
     """
 
-    def __init__(self, plan: LayerPlan, seed: int) -> None:
-        self._plan = plan
+    def __init__(self, plan: LayerPlan, seed: int, factors: Sequence[float] = ALPHAS) -> None:
+        self.plan = plan
+        self._factors = factors
         self._generator = torch.Generator().manual_seed(seed)
         self._errors: dict[Stored, Tensor] = {}
 
     def add(self, sample: AttentionSample) -> None:
         """Adds the errors of one batch; nothing where its texts end within the exact tokens."""
-        exact = max(p.sinks + p.retention.window for p in (self._plan.keys, self._plan.values))
+        exact = max(p.sinks + p.retention.window for p in (self.plan.keys, self.plan.values))
         tokens = sample.keys.shape[2]
         if tokens <= exact + 1:
             return
         drawn = torch.randint(exact + 1, tokens, (QUERIES,), generator=self._generator)
         queries = _Queries(sample, drawn.unique().to(sample.q.device))
         for kind in STORED:
-            plan, basis, _ = self._plan.stored(kind)
+            plan, basis, _ = self.plan.stored(kind)
             if plan.codec.identity or plan.codec.axis == "channel":
                 continue
-            x = sample.stored(kind, before_rope=False)
+            x = sample.stored(kind, self.plan.before_rope)
             x = (x if basis is None else basis.store(x)).float()
-            errors_of = queries.key_errors if kind == "keys" else queries.value_errors
+            errors_of = queries.value_errors
+            if kind == "keys":
+                errors_of = partial(queries.key_errors, self.plan.before_rope)
             found = [
                 errors_of(plan, basis, fake_quantize(replace(plan.codec, clip=alpha), x) - x)
-                for alpha in ALPHAS
+                for alpha in self._factors
             ]
             self._errors[kind] = self._errors.get(kind, 0) + torch.stack(found).cpu()
 
@@ -59,15 +69,20 @@ class ClipSearch:
         if kind not in self._errors:
             return 1.0
         best = self._errors[kind].argmin(0).flatten()
-        return tuple(ALPHAS[int(i)] for i in best)
+        return tuple(self._factors[int(i)] for i in best)
+
+    def error(self, kind: Stored) -> float:
+        """The sum over groups of the errors of ``keys`` or ``values`` at those factors; 0 where
+        nothing was seen."""
+        return float(self._errors[kind].amin(0).sum()) if kind in self._errors else 0.0
 
     def clipped(self) -> LayerPlan:
-        """The layer's plan with these factors."""
+        """The layer's plan with the best factors."""
         keys, values = (
             replace(plan, codec=replace(plan.codec, clip=self.clip(kind)))
-            for plan, kind in zip((self._plan.keys, self._plan.values), STORED, strict=True)
+            for plan, kind in zip((self.plan.keys, self.plan.values), STORED, strict=True)
         )
-        return replace(self._plan, keys=keys, values=values)
+        return replace(self.plan, keys=keys, values=values)
 
 
 class _Queries:
@@ -99,7 +114,9 @@ class _Queries:
         zeros = squares.new_zeros(len(squares), int(members.max()) + 1)
         return _over_heads(plan, zeros.scatter_add_(1, members, squares), errors)
 
-    def key_errors(self, plan: TensorPlan, basis: ChannelBasis | None, errors: Tensor) -> Tensor:
+    def key_errors(
+        self, before_rope: bool, plan: TensorPlan, basis: ChannelBasis | None, errors: Tensor
+    ) -> Tensor:
         """Effects of errors of keys, one group at a time: each changes all weights."""
         q = self._q if basis is None else basis.store(self._q)
         outputs, rounded = self._weights @ self._values, self._rounded(plan)
@@ -107,7 +124,10 @@ class _Queries:
         squares = []
         for group in range(int(members.max()) + 1):
             inside = (members == group)[None, :, None]
-            moved = (q * inside) @ errors.transpose(2, 3) * rounded
+            of_group = errors * inside
+            if before_rope:
+                of_group = self._sample.rotated(of_group)
+            moved = q @ of_group.transpose(2, 3) * rounded
             weights = self._sample.weights(self._products + moved, self._positions)
             squares.append((weights @ self._values - outputs).square().sum((0, 2, 3)))
         return _over_heads(plan, torch.stack(squares, dim=1), errors)

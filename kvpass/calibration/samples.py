@@ -87,6 +87,22 @@ class AttentionSample:
             )
         return self.before_rope
 
+    def rotated(self, x: Tensor) -> Tensor:
+        """What the rotary embedding makes of ``x`` ``[B, H, T, D]`` float32 in the place of the
+        keys: how far each token's pairs are turned is read off the keys before and behind it."""
+        before = self.stored("keys", before_rope=True)
+        if before is self.keys:
+            return x
+        out = x.clone()
+        for rope in self.rotations:
+            old, new, mine = (rope.pairs(t) for t in (before, self.keys, x))
+            norms = old.abs().square().sum(1, keepdim=True).clamp(min=1e-30)
+            turned = mine * ((new * old.conj()).sum(1, keepdim=True) / norms)
+            dim = -2 if rope.kind == "halves" else -1
+            pairs = torch.stack([turned.real, turned.imag], dim).flatten(-2)
+            out[..., rope.start : rope.stop] = pairs
+        return out
+
     def rows(self, x: Tensor) -> Tensor:
         """``x`` ``[B, Hq, n, ...]`` as ``[B, H, Hq/H * n, ...]``: the queries of a KV head."""
         heads = self.keys.shape[1]

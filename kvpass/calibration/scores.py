@@ -1,4 +1,4 @@
-"""What rounding a layer may cost the model: KVQuant's sensitivity, KVmix's importance, and `score`
+"""What rounding a layer may cost the model: KVQuant's sensitivity, KVmix's importance, and scores
 of several ways to store its keys, or its values."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from kvpass.calibration.samples import (
     Stored,
     layer_shapes,
 )
-from kvpass.errors import OptionError, check, unknown
 from kvpass.format.quantize import fake_quantize
 from kvpass.plan import LayerPlan, Plan
 
@@ -185,42 +184,8 @@ class Scores:
     tensors: Mapping[Name, TensorScore]
 
 
-def score(
-    model: Any,
-    candidates: Sequence[Plan],
-    data: Iterable[Any],
-    *,
-    by: By = "sensitivity",
-    tokenizer: Any = None,
-    samples: int = 64,
-    length: int = 1024,
-    batch: int = 4,
-    progress: bool = True,
-) -> Scores:
-    """Scores candidates for the keys and the values of every layer.
-
-    Args:
-        model: a causal language model of transformers, not compiled. It is not changed.
-        candidates: plans for this model.
-        data, tokenizer, samples, length, batch, progress: as `kvpass.calibrate`, which raises the
-            same errors.
-        by: ``importance``: the gradient's norm with respect to the weights that make keys or values
-            (KVmix, section 3.1) times the rounding error's relative size. ``sensitivity``: the
-            rounding errors, weighted by squared gradients (KVQuant, appendix P). ``loss``: what the
-            loss grows by when this tensor alone is rounded; one forward pass for each candidate
-            and tensor.
-    """
-    if by not in get_args(By):
-        raise OptionError(unknown("score", by, get_args(By)))
-    fits = len(candidates) > 0 and all(isinstance(plan, Plan) for plan in candidates)
-    allowed = "at least one kvpass.Plan, e.g. kvpass.recipe('kivi-2bit').plan(model.config)"
-    check("candidates", candidates, fits, allowed)
-    run = ModelRunner(model, token_batches(data, tokenizer, samples, length, batch), progress)
-    return score_run(run, candidates, by)
-
-
 def score_run(run: CalibrationRunner, candidates: Sequence[Plan], by: By) -> Scores:
-    """As `score`, with what runs the model."""
+    """See `kvpass.score`, with what runs the model."""
     shapes = layer_shapes(run)
     for layer, (_, *dims) in shapes.items():
         for plan in candidates:

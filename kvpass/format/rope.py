@@ -59,6 +59,14 @@ class Rope:
         """The number of channels that are rotated, and of cosines and sines together."""
         return self.stop - self.start
 
+    def pairs(self, x: Tensor) -> Tensor:
+        """The pairs of ``x`` ``[..., D]`` as complex numbers, which are turned: complex64
+        ``[..., channels / 2]``."""
+        halves = self.kind == "halves"
+        shape = (2, -1) if halves else (-1, 2)
+        parts = x[..., self.start : self.stop].float().unflatten(-1, shape)
+        return torch.complex(*parts.unbind(-2 if halves else -1))
+
     def rotate(self, x: Tensor, cos_sin: Tensor) -> Tensor:
         """``x`` ``[B, H, n, D]``, rotated by ``cos_sin`` ``[B or 1, n, channels]``, in the dtype of
         ``x`` (computed in float32)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 from kvpass.calibration.samples import STORED, CalibrationRunner, Shape, Stored, layer_shapes
 from kvpass.errors import PlanError, check, is_number
 from kvpass.plan import LayerPlan, Plan
-from kvpass.recipes.base import CalibratedRecipe, Recipe
+from kvpass.recipes.base import CalibratedRecipe, Recipe, fitted
 from kvpass.recipes.kivi import Kivi
 from kvpass.recipes.kvquant import Kvquant
 from kvpass.recipes.rotated import Rotated
@@ -48,19 +49,24 @@ class Auto(CalibratedRecipe):
         from kvpass.calibration.allocation import allocate
         from kvpass.calibration.scores import score_run
 
-        dims = {path: (key, value) for path, (_, key, value) in layer_shapes(run).items()}
-        candidates: list[Plan] = []
-        for recipe in self.candidates(min(min(pair) for pair in dims.values())):
-            try:
-                plan = recipe.fit(run, seed) if recipe.calibrated else _uniform(recipe, dims)
-            except PlanError:
-                # Does not fit these heads, or has no keys before a rotary embedding.
-                continue
-            candidates.append(plan)
-        if not candidates:
-            raise PlanError("No recipe fits this model.")
-        plan = allocate(score_run(run, candidates, "sensitivity"), budget_bits=self.budget).plan
+        plans = self.fitted(run, layer_shapes(run), seed)
+        plan = allocate(score_run(run, plans, "sensitivity"), budget_bits=self.budget).plan
         return replace(plan, recipe=self.name)
+
+    def fitted(self, run: CalibrationRunner, shapes: Mapping[str, Shape], seed: int) -> list[Plan]:
+        """The plans of those `candidates` that fit a model of these layers.
+
+        Raises:
+            PlanError: if none does.
+        """
+        plans: list[Plan] = []
+        for recipe in self.candidates(min(min(dims) for _, *dims in shapes.values())):
+            # Some may not fit these heads, or there are no keys before a rotary embedding.
+            with suppress(PlanError):
+                plans.append(fitted(recipe, run, shapes, seed))
+        if not plans:
+            raise PlanError("No recipe fits this model.")
+        return plans
 
     def sized(self, shapes: Mapping[str, Shape]) -> Plan:
         """See `Recipe.sized`: SKVQ's formats in 2, 3 and 4 bits, whose mean comes as near to the
@@ -99,8 +105,3 @@ class Auto(CalibratedRecipe):
             *(Rotated(b, b, "token", None, "eigen", "eigen", clip=True, **same) for b in (2, 3, 4)),
             *(Kvquant(b, outliers, **same) for b in (2, 3, 4) for outliers in (0.0, 0.01)),
         ]
-
-
-def _uniform(recipe: Recipe, dims: dict[str, tuple[int, int]]) -> Plan:
-    layers = {path: recipe.layer_plan(path, *pair) for path, pair in dims.items()}
-    return Plan(recipe.layer_plan("*", *next(iter(dims.values()))), layers, recipe.name)

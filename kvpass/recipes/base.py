@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
 from kvpass.calibration.samples import CalibrationRunner, Shape
@@ -86,6 +86,19 @@ class Recipe(ABC):
             return Plan(layers=layers, recipe=self.name)
         dim = _head_dim(text)
         return Plan(self.layer_plan("*", dim, dim), recipe=self.name)
+
+
+def fitted(recipe: Recipe, run: CalibrationRunner, shapes: Mapping[str, Shape], seed: int) -> Plan:
+    """The plan of a recipe, calibrated or not, for the model that ``run`` runs: the layers of these
+    shapes by their paths, and a default for cache tensors that no known attention reads.
+
+    Raises:
+        PlanError: if the options do not fit the model.
+    """
+    if recipe.calibrated:
+        return recipe.fit(run, seed)
+    _, *dims = next(iter(shapes.values()))
+    return replace(recipe.sized(shapes), default=recipe.layer_plan("*", *dims))
 
 
 class CalibratedRecipe(Recipe):

@@ -16,6 +16,7 @@ from kvpass.calibration.samples import (
     CalibrationRunner,
     GradientSample,
     Shape,
+    Stored,
 )
 from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import OptionError, check, check_choice, check_flag, is_number, shown
@@ -33,15 +34,18 @@ from kvpass.recipes.base import CalibratedRecipe
 class Kvquant(CalibratedRecipe):
     """Keys per channel, with calibrated ranges; values per token, all heads together.
 
+    The paper keeps the first token exact and no recent ones: ``sinks=1, window=0``.
+
     Attributes:
-        bits: bits per code: 2, 3 or 4.
+        bits: per code of keys and of values: 2, 3 or 4.
         outliers: fraction of the elements of each token that are stored as they are, e.g. 0.01.
         uniform: the codes stand for evenly spaced values, not for those of a codebook.
         before_rope: keys are stored before their rotary embedding.
         qnorm: codebooks are shifted and scaled in decoding, so that mean and deviation stay. None:
-            at 2 bits.
+            those of 2 bits.
         sinks: tokens that stay exact, the first ones; calibration leaves them out.
         window: tokens that stay exact, the last ones.
+        key_bits, value_bits: of keys, of values alone; None: ``bits``.
     """
 
     bits: int = 3
@@ -49,11 +53,15 @@ class Kvquant(CalibratedRecipe):
     uniform: bool = False
     before_rope: bool = True
     qnorm: bool | None = None
-    sinks: int = 1
-    window: int = 0
+    sinks: int = 5
+    window: int = 128
+    key_bits: int | None = None
+    value_bits: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, (2, 3, 4))
+        for name in ("key_bits", "value_bits"):
+            check_choice(name, getattr(self, name), (None, 2, 3, 4))
         fits = is_number(self.outliers) and 0 <= self.outliers < 0.5
         check("outliers", self.outliers, fits, "a fraction of at least 0, below 0.5, e.g. 0.01")
         for name in ("uniform", "before_rope"):
@@ -68,10 +76,15 @@ class Kvquant(CalibratedRecipe):
 
     @property
     def name(self) -> str:
-        """E.g. ``kvquant-nuq3-1%``."""
+        """E.g. ``kvquant-nuq3-1%``; with other values than keys ``kvquant-nuq-k4v3``."""
         kind = "int" if self.uniform else "nuq"
         outliers = f"-{100 * self.outliers:g}%" if self.outliers else ""
-        return f"kvquant-{kind}{self.bits}{outliers}"
+        keys, values = map(self._bits, STORED)
+        bits = str(keys) if keys == values else f"-k{keys}v{values}"
+        return f"kvquant-{kind}{bits}{outliers}"
+
+    def _bits(self, kind: Stored) -> int:
+        return (self.key_bits if kind == "keys" else self.value_bits) or self.bits
 
     @property
     def _retention(self) -> RetentionPolicy:
@@ -82,7 +95,7 @@ class Kvquant(CalibratedRecipe):
         plans = self._ranged(run)
         if not self.uniform:
             plans = self._with_codebooks(plans, run, seed)
-        unknown = TensorPlan(Codec(self.bits, "token", 128), self._retention)
+        unknown = TensorPlan(Codec(self._bits("values"), "token", 128), self._retention)
         return Plan(LayerPlan(unknown, unknown), plans, self.name)
 
     def _ranged(self, run: CalibrationRunner) -> dict[str, LayerPlan]:
@@ -115,19 +128,20 @@ class Kvquant(CalibratedRecipe):
         """A layer's plan with evenly spaced codes; ``low`` and ``high`` ``[H, D]`` are the ranges
         of its keys."""
         heads, key_dim, value_dim = shape
-        keys = self._tensor("channel", 0, heads * key_dim)
-        values = self._tensor("token", heads * value_dim, heads * value_dim)
+        keys = self._tensor("keys", "channel", 0, heads * key_dim)
+        values = self._tensor("values", "token", heads * value_dim, heads * value_dim)
         ranges = ChannelRanges.of(static_qparams(keys.codec, low, high))
         plan = LayerPlan(keys, values, None, None, self.before_rope, ranges)
         plan.check(path, key_dim, value_dim, heads)
         return plan
 
-    def _tensor(self, axis: Axis, group: int, elements: int) -> TensorPlan:
+    def _tensor(self, kind: Stored, axis: Axis, group: int, elements: int) -> TensorPlan:
         """A plan with a codebook of evenly spaced values, which `fit` moves; none if ``uniform``.
         ``elements``: of each token."""
         outliers = 2 * math.ceil(self.outliers * elements / 2)
-        even = None if self.uniform else tuple(torch.linspace(-1, 1, 1 << self.bits).tolist())
-        codec = Codec(self.bits, axis, group, outliers=outliers, codebook=even)
+        bits = self._bits(kind)
+        even = None if self.uniform else tuple(torch.linspace(-1, 1, 1 << bits).tolist())
+        codec = Codec(bits, axis, group, outliers=outliers, codebook=even)
         return TensorPlan(codec, self._retention)
 
     def _with_codebooks(
@@ -147,10 +161,11 @@ class Kvquant(CalibratedRecipe):
                 samples[sample.layer, sample.stored].add(normal, weights, inside)
 
         run.gradients(observe, "sensitivities")
-        shifted = self.bits == 2 if self.qnorm is None else self.qnorm
 
         def calibrated(plan: TensorPlan, samples: CodebookSamples) -> TensorPlan:
-            codebook = samples.codebook(self.bits, seed)
+            bits = int(plan.codec.bits)
+            codebook = samples.codebook(bits, seed)
+            shifted = bits == 2 if self.qnorm is None else self.qnorm
             qnorm = samples.qnorm(codebook) if shifted else None
             return replace(plan, codec=replace(plan.codec, codebook=codebook, qnorm=qnorm))
 

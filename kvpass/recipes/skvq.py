@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import ClassVar, Literal
 
-import torch
-
-from kvpass.calibration.channels import cluster
-from kvpass.calibration.clipping import ClipSearch
+from kvpass.calibration.channels import Clusters
+from kvpass.calibration.clipping import ALPHAS, ClipSearch
+from kvpass.calibration.ordering import OrderSearch
 from kvpass.calibration.samples import (
     STORED,
     AttentionSample,
     CalibrationRunner,
-    Name,
     Shape,
-    Stored,
 )
-from kvpass.calibration.thresholds import Thresholds
 from kvpass.errors import check, check_choice, check_flag, is_number
-from kvpass.format.channels import ChannelOrder
 from kvpass.format.codec import BITS, Codec
 from kvpass.format.retention import RetentionPolicy
-from kvpass.format.rope import Rope
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import Recipe, calibration_needed
@@ -45,8 +40,11 @@ class Skvq(Recipe):
             head (eq. 3).
         reorder: channels that are alike share a group: ``balanced`` (k-means, cut evenly),
             ``clusters`` (the clusters themselves, of unequal size; only in plain PyTorch), or
-            False. It changes nothing where a group is a whole head.
+            False. It changes nothing where a group is a whole head, and is kept where the attention
+            output's error is less with it than in the model's order.
         ternary_in_2bit: 1.5 bits take 2 bits of memory, not 1.6.
+        before_rope: keys are stored before their rotary embedding, in the model's order, as the
+            authors' code has them.
     """
 
     renamed: ClassVar[dict[str, str]] = {"slots": "ternary_in_2bit"}
@@ -60,13 +58,14 @@ class Skvq(Recipe):
     clip: bool | float = True
     reorder: Literal["balanced", "clusters", False] = "balanced"
     ternary_in_2bit: bool = False
+    before_rope: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
             bits = getattr(self, name)
             fits = is_number(bits) and bits in BITS
             check(name, bits, fits, ", ".join(map(str, BITS)))
-        for name in ("fp8", "ternary_in_2bit"):
+        for name in ("fp8", "ternary_in_2bit", "before_rope"):
             check_flag(name, getattr(self, name))
         check_choice("reorder", self.reorder, ("balanced", "clusters", False))
         fits = isinstance(self.clip, bool | int | float) and 0 <= self.clip <= 1
@@ -85,11 +84,17 @@ class Skvq(Recipe):
         """Orders and searched factors come from texts."""
         return self.clip is True or self.reorder is not False
 
+    @property
+    def _clip(self) -> float:
+        """The factor of all groups before any is searched."""
+        return float(self.clip) if self.clip and self.clip is not True else 1.0
+
     def _tensor(self, bits: float, dim: int) -> TensorPlan:
         group = math.gcd(128, dim) if self.group is None else self.group
-        clip = float(self.clip) if self.clip and self.clip is not True else 1.0
         ternary_in_2bit = self.ternary_in_2bit and bits == 1.5
-        codec = Codec(bits, "token", group, clip, "fp8" if self.fp8 else "half", ternary_in_2bit)
+        codec = Codec(
+            bits, "token", group, self._clip, "fp8" if self.fp8 else "half", ternary_in_2bit
+        )
         return TensorPlan(codec, RetentionPolicy(self.window, 1, self.sinks))
 
     def start(
@@ -97,7 +102,8 @@ class Skvq(Recipe):
     ) -> LayerPlan:
         """A layer's plan before anything is known of its channels."""
         keys = self._tensor(self.key_bits, key_dim)
-        plan = LayerPlan(keys, self._tensor(self.value_bits, value_dim))
+        values = self._tensor(self.value_bits, value_dim)
+        plan = LayerPlan(keys, values, before_rope=self.before_rope)
         plan.check(layer, key_dim, value_dim, heads)
         return plan
 
@@ -113,46 +119,49 @@ class Skvq(Recipe):
         return Plan(layers=layers, recipe=self.name)
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
-        """Orders from the ranges of channels, then factors of clipping from attention outputs."""
-        plans = self._ordered(run, seed)
-        if self.clip is True:
-            searches = {
-                layer: ClipSearch(plan, seed + i) for i, (layer, plan) in enumerate(plans.items())
-            }
-            run(lambda sample: searches[sample.layer].add(sample), "clipping")
-            plans = {layer: search.clipped() for layer, search in searches.items()}
-        return Plan(self.start("*", 128, 128), plans, self.name)
+        """Orders from the ranges of channels; factors of clipping, and which orders are kept, from
+        the errors of attention outputs."""
+        ways = self._ordered(run, seed)
+        factors = ALPHAS if self.clip is True else (self._clip,)
+        searches = {
+            layer: [ClipSearch(way[layer], seed + i, factors) for way in ways]
+            for i, layer in enumerate(ways[0])
+        }
 
-    def _ordered(self, run: CalibrationRunner, seed: int) -> dict[str, LayerPlan]:
-        """The plans of all layers, with orders of their channels."""
-        ranges: dict[Name, Thresholds] = {}
-        rotated: dict[str, tuple[Rope, ...]] = {}
+        def search(sample: AttentionSample) -> None:
+            for way in searches[sample.layer]:
+                way.add(sample)
+
+        run(search, "clipping")
+        layers = {layer: _best(found, self.clip is True) for layer, found in searches.items()}
+        return Plan(self.start("*", 128, 128), layers, self.name)
+
+    def _ordered(self, run: CalibrationRunner, seed: int) -> list[dict[str, LayerPlan]]:
+        """The plans of all layers in the model's order, and with orders of their channels, if they
+        are wanted."""
         plans: dict[str, LayerPlan] = {}
+        orders: dict[str, OrderSearch | Clusters] = {}
 
         def observe(sample: AttentionSample) -> None:
             layer = sample.layer
             if layer not in plans:
                 heads, key_dim, value_dim = sample.shape
                 plans[layer] = self.start(layer, key_dim, value_dim, heads)
-                rotated[layer] = sample.rotations
-            for kind in STORED if self.reorder else ():
-                if (layer, kind) not in ranges:
-                    ranges[layer, kind] = Thresholds(0, run.tokens(self.sinks), self.sinks)
-                ranges[layer, kind].add(sample.stored(kind, before_rope=False))
+                if self.reorder:
+                    kind = OrderSearch if self.reorder == "balanced" else Clusters
+                    orders[layer] = kind(plans[layer], run.tokens(self.sinks), seed)
+            if self.reorder:
+                orders[layer].add(sample)
 
-        run(observe, "ranges of channels")
+        run(observe, "channels")
         if not self.reorder:
-            return plans
+            return [plans]
+        return [plans, {layer: found.ordered() for layer, found in orders.items()}]
 
-        def ordered(layer: str, kind: Stored) -> tuple[TensorPlan, ChannelOrder | None]:
-            plan, _, _ = plans[layer].stored(kind)
-            features = torch.stack(ranges[layer, kind].bounds(), dim=2).cpu()
-            together = rotated[layer] if kind == "keys" else ()
-            balanced = self.reorder == "balanced"
-            order, codec = cluster(features, plan.codec, together, seed, balanced)
-            return replace(plan, codec=codec), order
 
-        for layer in plans:
-            (keys, key_basis), (values, value_basis) = (ordered(layer, kind) for kind in STORED)
-            plans[layer] = LayerPlan(keys, values, key_basis, value_basis)
-        return plans
+def _best(searches: Sequence[ClipSearch], clipped: bool) -> LayerPlan:
+    """Of the keys, and of the values, those with the least error; the first, if all have as
+    much."""
+    keys, values = (min(searches, key=methodcaller("error", kind)) for kind in STORED)
+    plans = [found.clipped() if clipped else found.plan for found in (keys, values)]
+    return replace(plans[0], values=plans[1].values, value_basis=plans[1].value_basis)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -110,13 +111,35 @@ def test_scores_of_a_model(by):
     assert total != 0
 
 
+def test_one_scoring_for_all_budgets():
+    """Recipes are calibrated, what `auto` tries are its candidates, and plans know their model."""
+    model = tiny_model("llama", head_dim=32, layers=2)
+    texts = [prompt(1, 60, seed=i)[0] for i in range(2)]
+    auto = kvpass.recipe("auto", window=32, sinks=2)
+    scores = kvpass.score(model, auto, texts, progress=False)
+    assert [plan.recipe for plan in scores.candidates] == [r.name for r in auto.candidates(32)]
+    assert all(plan.calibration.tokens == 120 for plan in scores.candidates)
+    curve = kvpass.cost_curve(scores, (2.5, 3, 4))
+    assert all(found.bits <= budget for found, budget in zip(curve, (2.5, 3, 4), strict=True))
+    falling = [found.cost for found in curve]
+    assert falling == sorted(falling, reverse=True)
+    assert len(set(falling)) == 3
+    alone = kvpass.calibrate(model, auto, texts, progress=False, budget=3)
+    assert alone == replace(curve[1].plan, recipe="auto")
+    own = [auto.candidates(32)[0], curve[0].plan]
+    found = kvpass.score(model, own, texts, progress=False)
+    assert found.candidates == (scores.candidates[0], curve[0].plan)
+
+
 def test_arguments_of_score():
     model = tiny_model("llama")
     texts = [prompt(1, 40)[0]]
     with pytest.raises(OptionError, match="Unknown score 'size'"):
         kvpass.score(model, [kvpass.recipe("fp").plan(model.config)], texts, by="size")
     for none in ([], ["kivi-2bit"]):
-        with pytest.raises(OptionError, match=r"allowed: at least one kvpass\.Plan"):
+        with pytest.raises(
+            OptionError, match=r"allowed: kvpass\.recipe\('auto'\), or at least one"
+        ):
             kvpass.score(model, none, texts)
     with pytest.raises(OptionError, match="scores of type dict are not supported"):
         allocate({}, budget_bits=3)

@@ -12,6 +12,7 @@ import torch
 
 import kvpass
 from kvpass import Plan, Recipe, RetentionPolicy, calibrate, explain, recipe
+from kvpass.calibration.clipping import ClipSearch
 from kvpass.calibration.data import token_batches
 from kvpass.errors import OptionError, PlanError
 from tests.harness import compiled, error_to_oracle, run_steps
@@ -23,11 +24,18 @@ IDS = [prompt(1, 60, seed=i) for i in range(4)]
 FIELDS = {"group": 8, "window": 8, "sinks": 3}
 
 
+@pytest.fixture
+def all_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders are kept whatever their error."""
+    monkeypatch.setattr(ClipSearch, "error", lambda self, kind: -bool(self.plan.stored(kind)[1]))
+
+
 def plan_for(model: Any, name: str = "skvq-k2v2", **fields: Any) -> Plan:
     torch._dynamo.reset()
     return calibrate(model, name, IDS, progress=False, batch=2, **(FIELDS | fields))
 
 
+@pytest.mark.usefixtures("all_orders")
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "glm4", "gpt2"])
 def test_compiled_equals_the_oracle_and_every_order_is_folded(family: str) -> None:
     model = tiny_model(family)
@@ -47,6 +55,21 @@ def test_compiled_equals_the_oracle_and_every_order_is_folded(family: str) -> No
         assert_folded(report)
 
 
+def test_keys_before_their_rotary_embedding() -> None:
+    """Their groups are clipped as well, and the compiled model reads what the oracle does."""
+    model = tiny_model("llama", layers=1)
+    plan = plan_for(model, before_rope=True)
+    (layer,) = plan.layers.values()
+    assert layer.before_rope
+    assert layer.key_basis is None
+    assert isinstance(layer.keys.codec.clip, tuple)
+    ids, steps = prompt(2, 50, seed=9), [40, *[1] * 10]
+    twin = compiled(model, plan, strict=True)
+    assert error_to_oracle(twin, model, plan, ids, steps) <= LOGITS_CODES_FP32
+    assert "attention: cpp" in str(explain(twin))
+
+
+@pytest.mark.usefixtures("all_orders")
 def test_every_switch_changes_the_plan() -> None:
     model = tiny_model("llama", layers=1)
     layer = plan_for(model).layers["model.layers.0.self_attn"]
@@ -64,6 +87,22 @@ def test_every_switch_changes_the_plan() -> None:
     assert found.keys.codec.qparams == "half"
     assert found.keys.codec.half_split
     assert sum(found.keys.codec.sizes) == 32
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_orders_are_kept_where_they_lessen_the_error(
+    better: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of keys or of values alone, by what the search for clips has measured."""
+    errors = {"keys": 1.0 + better, "values": 2.0 - better}
+    found = {True: errors, False: dict.fromkeys(errors, 1.5)}
+    monkeypatch.setattr(
+        ClipSearch, "error", lambda self, kind: found[self.plan.stored(kind)[1] is not None][kind]
+    )
+    (layer,) = plan_for(tiny_model("llama", layers=1)).layers.values()
+    assert (layer.value_basis is not None) == better
+    assert (layer.key_basis is not None) != better
+    assert layer.keys.codec.half_split != better
 
 
 def test_equal_seeds_make_equal_plans() -> None:

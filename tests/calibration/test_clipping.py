@@ -12,8 +12,10 @@ from kvpass.calibration.clipping import ALPHAS, ClipSearch
 from kvpass.calibration.samples import AttentionSample
 from kvpass.format.parse import parse_plan
 from kvpass.format.quantize import fake_quantize
+from kvpass.format.rope import Rope
 from tests.strategies import randn
 
+ROPE = Rope("neighbours", 4, 16)
 TOKENS, DIM, WINDOW, SINKS = 40, 16, 8, 3
 PLAN = parse_plan(f"int2.token8.fp8/sinks={SINKS},window={WINDOW},pack_every=1")
 
@@ -26,9 +28,8 @@ def random_sample(seed: int = 0, **variant) -> AttentionSample:
     keys[..., ::8] *= 4
     values[..., 3::8] *= 4
     plain = {"mask": None, "scale": 0.3, "sinks": None, "causal": True, "softcap": 0.0}
-    return AttentionSample(
-        "layer", q, keys, values, rotations=(), before_rope=keys, **(plain | variant)
-    )
+    plain |= {"rotations": (), "before_rope": keys}
+    return AttentionSample("layer", q, keys, values, **(plain | variant))
 
 
 def attention(
@@ -45,20 +46,29 @@ def attention(
     return (weights.unsqueeze(2) @ v)[:, :, 0]
 
 
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Keys ``[B, H, T, D]`` behind a rotary embedding of channels 4 to 16."""
+    angles = torch.arange(TOKENS)[:, None] / torch.arange(1, 7)
+    return ROPE.rotate(x, torch.cat([angles.cos(), angles.sin()], dim=1)[None])
+
+
 def expected(
     sample: AttentionSample, plan: LayerPlan, positions: list[int], kind: str
 ) -> torch.Tensor:
     """Squared errors ``[factors, H, groups]``."""
-    tensor, order = getattr(plan, kind), getattr(plan, f"{kind[:-1]}_order")
+    before = plan.before_rope and kind == "keys"
+    tensor, order = getattr(plan, kind), getattr(plan, f"{kind[:-1]}_basis")
     exact = getattr(sample, kind)
     errors = torch.zeros(len(ALPHAS), 2, 2)
     for i, alpha in enumerate(ALPHAS):
-        stored = exact if order is None else order.store(exact)
+        stored = sample.before_rope if before else exact
+        stored = stored if order is None else order.store(stored)
         rounded = fake_quantize(replace(tensor.codec, clip=alpha), stored)
         for group in range(2):
             inside = tensor.codec.groups.members(2, DIM)[:, None] == group
             mixed = torch.where(inside, rounded, stored)
             mixed = mixed if order is None else order.restore(mixed)
+            mixed = rotated(mixed) if before else mixed
             for position in positions:
                 attended = exact.clone()
                 attended[:, :, SINKS : position - WINDOW] = mixed[:, :, SINKS : position - WINDOW]
@@ -74,13 +84,16 @@ def expected(
 
 @pytest.mark.parametrize(
     "variant",
-    [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, 1.0, -1.0, 2.0])}],
-    ids=["plain", "softcap", "sinks"],
+    [{}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, 1.0, -1.0, 2.0])}, {"rotations": (ROPE,)}],
+    ids=["plain", "softcap", "sinks", "before rope"],
 )
 def test_errors_are_those_of_the_attentions_output(variant):
     order = ChannelOrder.of(randn(2, DIM, seed=7).argsort(dim=1))
     paired = replace(PLAN, codec=replace(PLAN.codec, half_split=True))
     plan, sample = LayerPlan(paired, PLAN, order, order), random_sample(**variant)
+    if "rotations" in variant:
+        plan = replace(plan, key_basis=None, before_rope=True)
+        sample = replace(sample, keys=rotated(sample.keys))
     search = ClipSearch(plan, seed=0)
     search.add(sample)
     generator = torch.Generator().manual_seed(0)
@@ -91,6 +104,7 @@ def test_errors_are_those_of_the_attentions_output(variant):
         torch.testing.assert_close(search._errors[kind], wanted, rtol=1e-3, atol=1e-4)
         best = tuple(ALPHAS[i] for i in wanted.argmin(0).flatten())
         assert search.clip(kind) == best
+        assert search.error(kind) == pytest.approx(float(wanted.amin(0).sum()), rel=1e-3)
         assert min(best) < 1
 
 

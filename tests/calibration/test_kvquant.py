@@ -11,7 +11,7 @@ import torch
 from sklearn.cluster import KMeans
 from torch.nn.functional import cross_entropy
 
-from kvpass import PackedKV, Plan, calibrate, oracle_cache, recipe, sensitivities
+from kvpass import PackedKV, Plan, RetentionPolicy, calibrate, oracle_cache, recipe, sensitivities
 from kvpass.calibration.codebook import CodebookSamples
 from kvpass.calibration.observe import ModelRunner
 from kvpass.calibration.samples import GradientSample
@@ -121,6 +121,7 @@ def test_gradients_are_those_of_autograd(family: str) -> None:
 
 def plan_for(model: Any, name: str, **fields: Any) -> Plan:
     torch._dynamo.reset()
+    fields = {"window": 0, "sinks": 1} | fields
     return calibrate(model, name, IDS, progress=False, batch=2, **fields)
 
 
@@ -142,7 +143,7 @@ def flipping_error(model: Any, plan: Plan, steps: list[int], batch: int = 1) -> 
 CASES = [
     ("llama", "kvquant-nuq3-1%", {}),
     ("llama", "kvquant-nuq2", {"window": 6}),
-    ("llama", "kvquant-nuq4", {"before_rope": False}),
+    ("llama", "kvquant-nuq4", {"before_rope": False, "value_bits": 2}),
     ("llama", "kvquant-nuq3-1%", {"uniform": True}),
     ("glm4", "kvquant-nuq4-1%", {}),
     ("gpt2", "kvquant-nuq3-1%", {}),
@@ -208,6 +209,20 @@ def test_inductor_equals_op_by_op() -> None:
 def test_fields_that_are_not_allowed(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         recipe("kvquant-nuq3", **fields)
+
+
+def test_the_last_and_the_first_tokens_stay_exact() -> None:
+    """The paper's setting is another; names say what differs."""
+    assert (recipe("kvquant-nuq2").window, recipe("kvquant-nuq2").sinks) == (128, 5)
+    model = tiny_model("llama", layers=1)
+    texts = [prompt(1, 200, seed=i) for i in range(2)]
+    plan = calibrate(model, "kvquant-nuq3", texts, progress=False, key_bits=2)
+    (layer,) = plan.layers.values()
+    assert layer.keys.retention == layer.values.retention == RetentionPolicy(128, 1, 5)
+    assert [len(x.codec.codebook or ()) for x in (layer.keys, layer.values)] == [4, 8]
+    assert layer.keys.codec.qnorm is not None
+    assert layer.values.codec.qnorm is None
+    assert plan.recipe == "kvquant-nuq-k2v3"
 
 
 def test_without_calibration_it_is_one_sentence() -> None:

@@ -83,7 +83,8 @@ def shape(size: str) -> ModelShape:
 
 
 def held(size: str, name: str, batch: int, tokens: int) -> float:
-    cache = ModelCache.packed(shape(size), written_recipe(f"kvquant-{name}"), torch.float16)
+    recipe = written_recipe(f"kvquant-{name},window=0,sinks=1")
+    cache = ModelCache.packed(shape(size), recipe, torch.float16)
     return cache.nbytes(batch, tokens) / GIB
 
 

@@ -30,6 +30,15 @@ def test_fields():
     assert str(plan.values) == "int2.token16/window=64,pack_every=1"
 
 
+def test_bits_of_keys_and_of_values_alone():
+    recipe = Kivi(bits=2, key_bits=4)
+    plan = recipe.layer_plan("*", 64, 64)
+    assert (plan.keys.codec.bits, plan.values.codec.bits) == (4, 2)
+    assert recipe.name == "kivi-k4v2"
+    assert Kivi(bits=4, value_bits=4).name == "kivi-4bit"
+    assert "kivi-k4v2 loses accuracy" in (recipe.warning(8, 1) or "")
+
+
 def test_heads_that_do_not_fit():
     with pytest.raises(PlanError) as caught:
         Kivi(bits=2, group=32).layer_plan("a.b", 80, 80)
