@@ -42,6 +42,7 @@ from kvpass.graph.analysis.attention_site import AttentionSite
 from kvpass.graph.analysis.sites import Sites, find_sites
 from kvpass.graph.logical_calls import AttentionCall
 from kvpass.graph.pattern import Miss
+from kvpass.graph.specialize import specialize
 from kvpass.rules.basis.rotary import rotations
 from kvpass.rules.cache_before_rope import rope_match
 from kvpass.rules.fuse_attention import attention_call
@@ -177,6 +178,7 @@ class ModelRunner:
 
 def _watched(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
     """The backend: behind every attention, a call of the observer."""
+    specialize(gm.graph)
     sites = find_sites(gm.graph)
     watcher = _Watcher(gm.graph, sites)
     for site in sites.attentions:

@@ -78,6 +78,17 @@ def test_layers_that_share_keys_and_values_are_one_layer() -> None:
     assert set(names) == {f"layers.{i}.self_attn" for i in (0, 1)}
 
 
+def test_models_of_one_class_with_heads_of_other_sizes() -> None:
+    """Dynamo takes the scale of their attention for a variable then."""
+    scales: list[float] = []
+    torch._dynamo.reset()
+    for dim in (16, 32, 64):
+        model = tiny_model("llama", layers=1, head_dim=dim)
+        run = ModelRunner(model, [prompt(1, 20)], progress=False)
+        run(lambda sample: scales.append(sample.scale), "")
+    assert scales == [16**-0.5, 32**-0.5, 64**-0.5]
+
+
 def test_a_model_without_attention_is_refused() -> None:
     class Plain(torch.nn.Module):
         def __init__(self) -> None:

@@ -229,6 +229,8 @@ def _query(q: Node, dtype: torch.dtype) -> Node:
 
 def _sdpa_scores(site: AttentionSite) -> Scores | Miss:
     scale, mask = argument(site.root, "scale"), argument(site.root, "attn_mask")
+    if isinstance(scale, Node):
+        return Miss("its scale is computed in the graph", scale)
     dim = int(site.q.meta["example_value"].shape[-1])
     scores = Scores(site.heads, scale=float(dim**-0.5 if scale is None else scale))
     if mask is not None and (reason := scores.add(mask, site.root)):
