@@ -42,7 +42,7 @@ def bad(**options: Any) -> Any:
             OptionError,
             "Unknown recipe 'kivi2bit'. Did you mean 'kivi-2bit'",
         ),
-        ({"bit": 2}, OptionError, "Unknown option 'bit'. Did you mean 'bits'?"),
+        ({"bit": 2}, OptionError, "Unknown option 'bit'. Did you mean 'bits' or 'key_bits'?"),
         ({"bits": 5}, OptionError, "bits=5 is not supported; allowed: 2, 4, 8"),
         ({"inner": "tvm"}, OptionError, "Unknown inner compiler 'tvm'."),
         ({"strict": 1}, OptionError, "strict=1 is not supported; allowed: True, False."),

@@ -81,7 +81,7 @@ def resident() -> int:
 def test_ten_thousand_steps_hold_nothing_but_codes() -> None:
     """Keys and values with outliers, through the provider that graphs call."""
     x = torch.randn(1, 2, 512, 64)
-    plan = layer_plan("kvquant-nuq3-1%", x, x)
+    plan = layer_plan("kvquant-nuq3-1%,window=0,sinks=1", x, x)
     keys = replace(plan.keys, rope=None)
     handles = []
     for tensor_plan, state in zip(

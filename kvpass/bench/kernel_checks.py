@@ -254,7 +254,8 @@ def _live(state: State) -> list[Tensor]:
     plan, layout, ends = state.plan, state.layout, state.segment_ends[0].tolist()
     if plan.codec.identity:
         return [state.codes[:, :, : ends[0]]]
-    packed, total = ends[-2] - plan.sinks, ends[-1]
+    # A short prompt ends within the sinks.
+    packed, total = max(0, ends[-2] - plan.sinks), ends[-1]
     slots = torch.arange(ends[-2], total) % state.window.shape[2]
     live = [state.codes[:, :, :packed], state.window[:, :, slots]]
     if (field := layout["qparams"]).grows is not None:

@@ -160,8 +160,7 @@ class Skvq(Recipe):
 
 
 def _best(searches: Sequence[ClipSearch], clipped: bool) -> LayerPlan:
-    """Of the keys, and of the values, those with the least error; the first, if all have as
-    much."""
+    """Keys, and values, with the least error; the first, if all have as much."""
     keys, values = (min(searches, key=methodcaller("error", kind)) for kind in STORED)
     plans = [found.clipped() if clipped else found.plan for found in (keys, values)]
     return replace(plans[0], values=plans[1].values, value_basis=plans[1].value_basis)
