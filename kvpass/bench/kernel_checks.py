@@ -261,7 +261,7 @@ def _live(state: State) -> list[Tensor]:
     if (field := layout["qparams"]).grows is not None:
         live.append(field.tokens(state.qparams, 0, packed // field.group * field.group))
     if plan.sinks:
-        live.append(state.sinks)
+        live.append(state.sinks[:, :, : ends[0]])
     if plan.codec.outliers:
         # Their order is free, and of equal elements either may be one.
         channels, values = split_outliers(state.outliers[:, :packed])
