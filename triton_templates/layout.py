@@ -322,6 +322,8 @@ class Layout:
         if self.by_channel and not self.static_ranges:
             if group < MIN_LANES or group != next_power_of_2(group):
                 return f"a group of {group} tokens is not a power of two of at least {MIN_LANES}"
+        elif self.codebook and not self.static_ranges and group < self.head_dim:
+            return f"a codebook is written in groups of whole heads, not of {group} channels"
         elif not self.static_ranges and self.head_dim % group:
             return f"group {group} does not divide head_dim {self.head_dim}"
         if self.plane_words < _MIN_BLOCK:

@@ -156,6 +156,8 @@ def unsupported_writing(plan: str, dim: int) -> str | None:
         return f"base 3 of {codec} is not supported where groups span heads"
     if codec.codebook is not None and codec.axis == "channel" and not codec.static_ranges:
         return "a codebook per channel is written in calibrated ranges only"
+    if codec.codebook is not None and codec.axis == "token" and codec.group < dim:
+        return f"a codebook is written in groups of whole heads, not of {codec.group} channels"
     return unsupported_extras(codec, "outliers") or unsupported_plan(plan, dim)
 
 
