@@ -131,8 +131,9 @@ def recipes(group: int) -> list[tuple[str, kvpass.Recipe]]:
         fields |= change
         found.append((name, kvpass.recipe("skvq-k2v2", **fields)))
     unequal = kvpass.recipe("skvq-k2v2", **fields | {"reorder": "clusters"})
+    before = kvpass.recipe("skvq-k2v2", **fields, before_rope=True)
     kivi = kvpass.recipe("kivi-2bit", group=group)
-    return [*found, ("unequal groups", unequal), ("kivi-2bit", kivi)]
+    return [*found, ("before RoPE", before), ("unequal groups", unequal), ("kivi-2bit", kivi)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
