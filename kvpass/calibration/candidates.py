@@ -68,4 +68,4 @@ def score(
             else x
             for x in given
         ]
-    return score_run(run, plans, by)
+    return score_run(run, shapes, plans, by)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,16 +46,15 @@ class ClipSearch:
         if tokens <= exact + 1:
             return
         drawn = torch.randint(exact + 1, tokens, (QUERIES,), generator=self._generator)
-        queries = _Queries(sample, drawn.unique().to(sample.q.device))
+        positions = drawn.unique().to(sample.q.device)
+        queries = _Queries(sample, positions, self.plan.before_rope)
         for kind in STORED:
             plan, basis, _ = self.plan.stored(kind)
             if plan.codec.identity or plan.codec.axis == "channel":
                 continue
             x = sample.stored(kind, self.plan.before_rope)
             x = (x if basis is None else basis.store(x)).float()
-            errors_of = queries.value_errors
-            if kind == "keys":
-                errors_of = partial(queries.key_errors, self.plan.before_rope)
+            errors_of = queries.key_errors if kind == "keys" else queries.value_errors
             found = [
                 errors_of(plan, basis, fake_quantize(replace(plan.codec, clip=alpha), x) - x)
                 for alpha in self._factors
@@ -92,8 +90,8 @@ class _Queries:
     effects are ``[H / heads of a group, groups]``.
     """
 
-    def __init__(self, sample: AttentionSample, positions: Tensor) -> None:
-        self._sample, self._positions = sample, positions
+    def __init__(self, sample: AttentionSample, positions: Tensor, before_rope: bool) -> None:
+        self._sample, self._positions, self._before_rope = sample, positions, before_rope
         self._q = sample.rows(sample.q[:, :, positions]).float()
         self._values = sample.values.float()
         self._products = self._q @ sample.keys.float().transpose(2, 3)
@@ -114,9 +112,7 @@ class _Queries:
         zeros = squares.new_zeros(len(squares), int(members.max()) + 1)
         return _over_heads(plan, zeros.scatter_add_(1, members, squares), errors)
 
-    def key_errors(
-        self, before_rope: bool, plan: TensorPlan, basis: ChannelBasis | None, errors: Tensor
-    ) -> Tensor:
+    def key_errors(self, plan: TensorPlan, basis: ChannelBasis | None, errors: Tensor) -> Tensor:
         """Effects of errors of keys, one group at a time: each changes all weights."""
         q = self._q if basis is None else basis.store(self._q)
         outputs, rounded = self._weights @ self._values, self._rounded(plan)
@@ -125,7 +121,7 @@ class _Queries:
         for group in range(int(members.max()) + 1):
             inside = (members == group)[None, :, None]
             of_group = errors * inside
-            if before_rope:
+            if self._before_rope:
                 of_group = self._sample.rotated(of_group)
             moved = q @ of_group.transpose(2, 3) * rounded
             weights = self._sample.weights(self._products + moved, self._positions)

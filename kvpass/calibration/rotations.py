@@ -35,12 +35,12 @@ class RotationSearch:
 
     def add(self, sample: AttentionSample) -> None:
         """Adds one batch, without its sinks."""
-        keys = sample.keys[:, :, self.plan.keys.sinks :].double()
-        values = sample.values[:, :, self.plan.values.sinks :].double()
+        # Values have as many: no kernel takes others.
+        sinks = self.plan.keys.sinks
+        keys, values = (x[:, :, sinks:].double() for x in (sample.keys, sample.values))
         self._keys = self._keys + _moments(keys, torch.ones_like(keys[..., 0])).cpu()
         q = sample.rows(sample.q).double()
-        seen = sample.keys[:, :, self.plan.values.sinks :].double()
-        energies = ((seen @ (q.transpose(2, 3) @ q)) * seen).sum(3)
+        energies = ((keys @ (q.transpose(2, 3) @ q)) * keys).sum(3)
         self._values = self._values + _moments(values, energies).cpu()
 
     def rotation(self, kind: Stored) -> ChannelRotation:

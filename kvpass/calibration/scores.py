@@ -24,8 +24,8 @@ from kvpass.calibration.samples import (
     Name,
     Numbers,
     Replacement,
+    Shape,
     Stored,
-    layer_shapes,
 )
 from kvpass.format.quantize import fake_quantize
 from kvpass.plan import LayerPlan, Plan
@@ -184,9 +184,10 @@ class Scores:
     tensors: Mapping[Name, TensorScore]
 
 
-def score_run(run: CalibrationRunner, candidates: Sequence[Plan], by: By) -> Scores:
-    """See `kvpass.score`, with what runs the model."""
-    shapes = layer_shapes(run)
+def score_run(
+    run: CalibrationRunner, shapes: Mapping[str, Shape], candidates: Sequence[Plan], by: By
+) -> Scores:
+    """See `kvpass.score`, with what runs the model, and the shapes of its layers."""
     for layer, (_, *dims) in shapes.items():
         for plan in candidates:
             plan.layer_plan(layer, *dims)

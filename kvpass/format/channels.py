@@ -186,7 +186,7 @@ class ChannelRanges(ChannelData):
         return _read(self, str(device)).unsqueeze(1)
 
 
-def basis_of(numbers: Tensor) -> ChannelBasis:
+def channel_basis(numbers: Tensor) -> ChannelBasis:
     """The order int64 ``[H, D]``, or the rotation floating ``[H, D, D]``, whose numbers these are;
     raises as their ``of``."""
     kind = ChannelRotation if numbers.is_floating_point() else ChannelOrder

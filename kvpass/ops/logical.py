@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cocktail.placement import ChunkFormat, place
-from kvpass.format.channels import basis_of
+from kvpass.format.channels import channel_basis
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.parse import parse_plan
 from kvpass.ops import attention as _attention  # noqa: F401  (registers the op)
@@ -63,7 +63,7 @@ def append(
         state = torch.ops.kvpass.pack.default(new, str(stored), ranges)
         if cos_sin is not None:
             state.append(torch.ops.kvpass.pack_cos_sin.default(cos_sin, str(stored)))
-        kept = None if basis is None else basis_of(basis)
+        kept = None if basis is None else channel_basis(basis)
         return PackedKV.of_prompt(state, p, tokens, new.dtype, kept, stored)
     if past.plan.room is not None:
         torch.ops.kvpass.append.default(past.own, new, plan)
@@ -115,7 +115,7 @@ def reorder_chunks(
         torch.ops.kvpass.extend_chunks.default(pasts[0].own, new, placed.scatter_index, plan)
         return placed.extended(pasts[0].extended(new.shape[2]))
     state = torch.ops.kvpass.reorder_chunks.default(new, placed.scatter_index, plan)
-    return placed.fresh(state, p, new.dtype, None if basis is None else basis_of(basis))
+    return placed.fresh(state, p, new.dtype, None if basis is None else channel_basis(basis))
 
 
 def slide(packed: PackedKV) -> PackedKV:

@@ -49,8 +49,9 @@ class Auto(CalibratedRecipe):
         from kvpass.calibration.allocation import allocate
         from kvpass.calibration.scores import score_run
 
-        plans = self.fitted(run, layer_shapes(run), seed)
-        plan = allocate(score_run(run, plans, "sensitivity"), budget_bits=self.budget).plan
+        shapes = layer_shapes(run)
+        scores = score_run(run, shapes, self.fitted(run, shapes, seed), "sensitivity")
+        plan = allocate(scores, budget_bits=self.budget).plan
         return replace(plan, recipe=self.name)
 
     def fitted(self, run: CalibrationRunner, shapes: Mapping[str, Shape], seed: int) -> list[Plan]:

@@ -38,6 +38,17 @@ class Recipe(ABC):
             PlanError: if the options do not fit these heads.
         """
 
+    def start(
+        self, layer: str, key_dim: int, value_dim: int, heads: int | None = None
+    ) -> LayerPlan:
+        """The plan of a layer with ``heads`` KV heads (None: any number) before anything is known
+        of its channels: by default `layer_plan`.
+
+        Raises:
+            PlanError: if the options do not fit these heads.
+        """
+        return self.layer_plan(layer, key_dim, value_dim)
+
     def unknown_plan(self, path: str, dim: int) -> TensorPlan:
         """The plan of a cache tensor of ``dim`` channels that is neither keys nor values of a known
         attention: by default the plan of values, see `LayerPlan.unknown`.
@@ -65,7 +76,7 @@ class Recipe(ABC):
         Raises:
             PlanError: if the options do not fit these heads.
         """
-        layers = {path: self.layer_plan(path, *dims) for path, (_, *dims) in shapes.items()}
+        layers = {path: self.start(path, k, v, heads) for path, (heads, k, v) in shapes.items()}
         return Plan(layers=layers, recipe=self.name)
 
     def warning(self, query_heads: int, kv_heads: int) -> str | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from kvpass.calibration.clipping import ClipSearch
 from kvpass.calibration.levels import gaussian_levels
 from kvpass.calibration.rotations import RotationSearch
-from kvpass.calibration.samples import AttentionSample, CalibrationRunner, Shape
+from kvpass.calibration.samples import AttentionSample, CalibrationRunner
 from kvpass.errors import OptionError, PlanError, check, check_choice, check_flag
 from kvpass.format.channels import ChannelRotation
 from kvpass.format.codec import Codec
@@ -116,10 +115,10 @@ class Rotated(Recipe):
         """The storage of what is neither keys nor values, but for its group."""
         return self._tensor(self.value_bits, "token", self.group or 128)
 
-    def _start(
+    def start(
         self, layer: str, key_dim: int, value_dim: int, heads: int | None = None
     ) -> LayerPlan:
-        """A layer's plan before anything is known of its channels."""
+        """See `Recipe.start`: rotations and factors of clipping take no room."""
         keys = self._tensor(self.key_bits, self.key_axis, key_dim)
         plan = LayerPlan(keys, self._tensor(self.value_bits, "token", value_dim))
         if self.key_rotation == "hadamard":
@@ -133,16 +132,11 @@ class Rotated(Recipe):
         """The plan without calibration; a `PlanError` if the options need one."""
         if self.calibrated:
             raise calibration_needed(self.name, ", or set clip=False and no 'eigen' rotation")
-        return self._start(path, key_dim, value_dim)
+        return self.start(path, key_dim, value_dim)
 
     def unknown_plan(self, path: str, dim: int) -> TensorPlan:
         """As values, not rotated."""
         return LayerPlan(values=self._unknown).unknown(path, dim)
-
-    def sized(self, shapes: Mapping[str, Shape]) -> Plan:
-        """See `Recipe.sized`: rotations and factors of clipping take no room."""
-        layers = {path: self._start(path, k, v, heads) for path, (heads, k, v) in shapes.items()}
-        return Plan(layers=layers, recipe=self.name)
 
     def warning(self, query_heads: int, kv_heads: int) -> str | None:
         """KIVI, section 4.2.1: multi-query attention needs 4 bits."""
@@ -160,7 +154,7 @@ class Rotated(Recipe):
             layer = sample.layer
             if layer not in searches:
                 heads, key_dim, value_dim = sample.shape
-                searches[layer] = RotationSearch(self._start(layer, key_dim, value_dim, heads))
+                searches[layer] = RotationSearch(self.start(layer, key_dim, value_dim, heads))
             searches[layer].add(sample)
 
         run(observe, "moments of channels")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import ClassVar, Literal
@@ -15,7 +15,6 @@ from kvpass.calibration.samples import (
     STORED,
     AttentionSample,
     CalibrationRunner,
-    Shape,
 )
 from kvpass.errors import check, check_choice, check_flag, is_number
 from kvpass.format.codec import BITS, Codec
@@ -100,7 +99,7 @@ class Skvq(Recipe):
     def start(
         self, layer: str, key_dim: int, value_dim: int, heads: int | None = None
     ) -> LayerPlan:
-        """A layer's plan before anything is known of its channels."""
+        """See `Recipe.start`: orders and factors of clipping take no room."""
         keys = self._tensor(self.key_bits, key_dim)
         values = self._tensor(self.value_bits, value_dim)
         plan = LayerPlan(keys, values, before_rope=self.before_rope)
@@ -113,19 +112,16 @@ class Skvq(Recipe):
             raise calibration_needed(self.name, ", or set clip=False and reorder=False")
         return self.start(path, key_dim, value_dim)
 
-    def sized(self, shapes: Mapping[str, Shape]) -> Plan:
-        """See `Recipe.sized`: orders and factors of clipping take no room."""
-        layers = {path: self.start(path, k, v, heads) for path, (heads, k, v) in shapes.items()}
-        return Plan(layers=layers, recipe=self.name)
-
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """Orders from the ranges of channels; factors of clipping, and which orders are kept, from
         the errors of attention outputs."""
         ways = self._ordered(run, seed)
         factors = ALPHAS if self.clip is True else (self._clip,)
+        # Where no order changes a group, both ways are one.
+        different = {layer: dict.fromkeys(way[layer] for way in ways) for layer in ways[0]}
         searches = {
-            layer: [ClipSearch(way[layer], seed + i, factors) for way in ways]
-            for i, layer in enumerate(ways[0])
+            layer: [ClipSearch(plan, seed + i, factors) for plan in plans]
+            for i, (layer, plans) in enumerate(different.items())
         }
 
         def search(sample: AttentionSample) -> None:

@@ -18,8 +18,7 @@ from torch.fx import Graph, Node
 
 from kvpass._torch import Size, inner_source, mark_static_input, symbol_node, symbol_positions
 from kvpass.errors import GraphError
-from kvpass.format.channels import ChannelBasis
-from kvpass.format.channels import basis_of as basis_of_numbers
+from kvpass.format.channels import ChannelBasis, channel_basis
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.static import StaticUpdate
@@ -296,7 +295,7 @@ class _Binder:
             basis: ChannelBasis | None = packed.meta["example_value"].basis
             return basis
         constant = AppendCall.at(packed).basis
-        return None if constant is None else basis_of_numbers(constant_value(constant))
+        return None if constant is None else channel_basis(constant_value(constant))
 
     def bind_outputs(self) -> tuple[Output, ...]:
         output = self.graph.output_node()

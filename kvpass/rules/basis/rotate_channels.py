@@ -137,7 +137,7 @@ class CancelRotations(Rule):
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies to a query's rotation that stays, beside that of the keys."""
-        if not _left(node):
+        if not _left(node) or not is_rotation(queries := basis_of(node)):
             return None
         kept = set(filter(_left, context.graph.nodes)) - {node}
         for site in context.sites.attentions:
@@ -146,7 +146,7 @@ class CancelRotations(Rule):
                 # Keys come before values.
                 read = (_behind_views(n, kept) for n in product.all_input_nodes)
                 keys = next((n for n in read if n is not None), None)
-                if keys is not None and _same(basis_of(node), basis_of(keys)):
+                if keys is not None and _same(queries, basis_of(keys)):
                     return {"changes": (node, keys), "product": product}
         return None
 
@@ -161,12 +161,14 @@ class CancelRotations(Rule):
 
 
 def _left(node: Node) -> bool:
-    """Whether ``node`` is a rotation that could not be moved."""
-    return "left" in node.meta and changes_basis(node) and is_rotation(basis_of(node))
+    """Whether ``node`` is a change of basis that could not be moved."""
+    return "left" in node.meta and changes_basis(node)
 
 
 def _same(queries: Tensor, keys: Tensor) -> bool:
-    """Whether all queries that share a KV head have its rotation."""
+    """Whether all queries that share a KV head have its rotation, and it has one."""
+    if not is_rotation(keys):
+        return False
     repeats = queries.shape[1] // keys.shape[1]
     return queries.equal(keys.repeat_interleave(repeats, dim=1))
 
