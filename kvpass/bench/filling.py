@@ -124,13 +124,14 @@ def random_cache(setting: Setting, cache: Any) -> Any:
 def packed_cache(setting: Setting, plan: LayerPlan) -> Any:
     """The cache that a prefill leaves behind, without the prefill; every layer has this plan."""
     cache = DynamicCache(config=setting.config)
-    plain, plans = setting.layer(), (plan.keys, plan.values)
-    states = packed_states(plan, *plain)
+    plain, stored = setting.layer(), [plan.stored(kind) for kind in ("keys", "values")]
+    held = (x if b is None else b.store(x) for x, (_, b, _) in zip(plain, stored, strict=True))
+    states = packed_states(plan, *held)
     for layer in cache.layers:
         layer.lazy_initialization(*plain)
         layer.keys, layer.values = (
-            handle_of([t.clone() for t in state], p, setting.context, setting.dtype)
-            for state, p in zip(states, plans, strict=True)
+            handle_of([t.clone() for t in state], p, setting.context, setting.dtype, b)
+            for state, (p, b, _) in zip(states, stored, strict=True)
         )
         if plan.keys.rope is not None:
             # All layers hold the same.

@@ -22,6 +22,7 @@ from kvpass.calibration.samples import (
     Stored,
 )
 from kvpass.cocktail import ChunkBits, use
+from kvpass.format.channels import ChannelBasis
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.rope import Rope
 from kvpass.format.state import State
@@ -81,8 +82,8 @@ def check_recipe(name: str, head_dim: int) -> None:
 
 
 def layer_plan(name: str, keys: Tensor, values: Tensor) -> LayerPlan:
-    """The plan of a layer with these keys and values ``[B, H, T, D]``, in the order in which they
-    are; that of a calibrated recipe comes from some of them."""
+    """The plan of a layer with these keys and values ``[B, H, T, D]``; that of a calibrated recipe
+    comes from some of them."""
     recipe = written_recipe(name)
     if recipe.calibrated:
         with torch.random.fork_rng(devices=[keys.device] if keys.is_cuda else []):
@@ -92,14 +93,14 @@ def layer_plan(name: str, keys: Tensor, values: Tensor) -> LayerPlan:
     else:
         plan = recipe.layer_plan("*", keys.shape[3], values.shape[3])
     rope = Rope("halves", 0, keys.shape[3]) if plan.before_rope else None
-    return replace(plan, keys=replace(plan.keys, rope=rope), key_basis=None, value_basis=None)
+    return replace(plan, keys=replace(plan.keys, rope=rope))
 
 
 def packed_states(
     plan: LayerPlan, keys: Tensor, values: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """States that ``kvpass::pack`` makes of keys and values; keys are before their rotary
-    embedding where the plan says so. Chunks have `random_bits`."""
+    """States that ``kvpass::pack`` makes of keys and values in the bases of the cache; keys are
+    before their rotary embedding where the plan says so. Chunks have `random_bits`."""
     if isinstance(plan.keys, ChunkedPlan):
         with use(random_bits(plan.keys, keys.shape[0], keys.shape[2])):
             k, v = (
@@ -137,9 +138,15 @@ def random_bits(plan: ChunkedPlan, batch: int, tokens: int) -> ChunkBits:
     return ChunkBits(bits, (0,) * batch, plan.chunk)
 
 
-def handle_of(state: list[Tensor], plan: TensorPlan, tokens: int, dtype: torch.dtype) -> PackedKV:
-    """The cache tensor of a state of `packed_states`."""
+def handle_of(
+    state: list[Tensor],
+    plan: TensorPlan,
+    tokens: int,
+    dtype: torch.dtype,
+    basis: ChannelBasis | None = None,
+) -> PackedKV:
+    """The cache tensor of a state of `packed_states` in this basis."""
     if isinstance(plan, ChunkedPlan):
         exact = int(State(state, plan).segment_ends[:, -1].max())
         return ChunkedKV(state, plan, tokens, dtype, written=exact)
-    return PackedKV(state, plan, tokens, dtype)
+    return PackedKV(state, plan, tokens, dtype, basis=basis)

@@ -29,10 +29,11 @@ def setting(**options):
 def test_all_contenders_are_right(fill):
     chosen = setting(fill=fill)
     # A prefill has no chunk bits.
-    other = "kivi-2bit" if fill == "prompt" else "cocktail"
-    results = bench_decode(chosen, ["kivi-4bit", other], 2)
+    one = "kivi-4bit" if fill == "prompt" else "rotated-4bit,key_rotation=hadamard"
+    other = "skvq-k2v2,group=4" if fill == "prompt" else "cocktail"
+    results = bench_decode(chosen, [one, other], 2)
     assert [r.name for r in results[:5]] == [
-        "kvpass kivi-4bit",
+        f"kvpass {one}",
         f"kvpass {other}",
         "eager, DynamicCache",
         "compile, DynamicCache",
