@@ -1,7 +1,7 @@
-"""What two parts of KVmix are worth on the small model: which tokens stay exact, and how 3 bits
-are packed.
+"""What parts of KVmix are worth on the small model: which tokens stay exact, how 3 bits are packed,
+and which layers get more bits.
 
-    python -m examples.kvmix_parts                 # about 3 minutes on 2 cores
+    python -m examples.kvmix_parts                 # about 6 minutes on 2 cores
 
 Calibrates and measures as `examples.skvq_ablation` does.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,21 +20,25 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import kvpass
+from examples.quickstart import held_out_pieces
 from examples.skvq_ablation import HEADER, PROMPT, SCORED, Bench, add_arguments
+from kvpass.evaluate import quality
 from kvpass.format.quantize import fake_quantize
 
 # Of `kvmix-k2.19v2.38`.
 SHARE = 0.2
+BATCH = 32
 DIMS = (64, 80, 96, 112, 128, 176, 256)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Exact tokens and 3-bit packing of KVmix.")
+    parser = argparse.ArgumentParser(description="Exact tokens, 3-bit packing and layers of KVmix.")
+    parser.add_argument("--lots", type=int, default=10, help="choices of layers by lot")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.1, 0.2])
     add_arguments(parser)
-    # A fifth of four layers is none: whatever is calibrated on, no layer is important.
-    parser.set_defaults(samples=2)
+    # Importance ranks the four layers alike on any 16 of the texts.
+    parser.set_defaults(samples=16)
     return parser.parse_args(argv)
 
 
@@ -80,6 +86,38 @@ def relative_error(x: Tensor, codec: kvpass.Codec, dim: int) -> float:
     return float((fake_quantize(codec, tokens) - tokens).norm() / tokens.norm())
 
 
+def by_lot(plan: kvpass.Plan, count: int) -> Iterator[kvpass.Plan]:
+    """Plans of as many bits, whose layers have changed places at random, of keys and of values."""
+    chance, names = random.Random(0), list(plan.layers)
+    for _ in range(count):
+        keys, values = (chance.sample(names, len(names)) for _ in range(2))
+        layers = {
+            name: replace(plan.layers[name], keys=plan.layers[k].keys, values=plan.layers[v].values)
+            for name, k, v in zip(names, keys, values, strict=True)
+        }
+        yield replace(plan, layers=layers)
+
+
+def show_lots(bench: Bench, count: int) -> None:
+    """Prints what as many bits cost in the most important layers, and in layers chosen by lot."""
+    plan = bench.plan(kvpass.recipe("kvmix", share=0.3, residual=128))
+    texts = held_out_pieces(bench.tokenizer, PROMPT + SCORED)
+
+    def divergence(plan: kvpass.Plan) -> float:
+        def new_cache() -> Any:
+            return kvpass.oracle_cache(plan, bench.model.config, bench.model)
+
+        return 1000 * quality(bench.model, texts, PROMPT, new_cache, batch=BATCH).divergence
+
+    own = divergence(plan)
+    lots = [divergence(lot) for lot in tqdm(by_lot(plan, count), "lots", count, leave=False)]
+    better = sum(own < lot for lot in lots)
+    print(
+        f"\nlayers by importance: divergence {own:.2f} (0.001 nats per token); by lot "
+        f"{sum(lots) / count:.2f} on average, {better} of {count} are worse"
+    )
+
+
 def show_packing(bench: Bench) -> None:
     """Prints bytes of a token's codes and errors of both packings, for several head dimensions."""
     keys, values = channels(bench, "keys"), channels(bench, "values")
@@ -109,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         first, last = held(plan, bench.model.config.num_hidden_layers)
         tqdm.write(f"{bench.row(name, plan)}{first:>16.1f}{last:>9.1f}")
     show_packing(bench)
+    show_lots(bench, args.lots)
     print(f"\n3 bits everywhere\n{HEADER}", flush=True)
     for packing in ("3-bit", "11-per-int32"):
         recipe = kvpass.recipe(

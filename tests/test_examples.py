@@ -13,9 +13,9 @@ import kvpass
 from examples import (
     add_a_filter,
     add_a_rule,
-    allocation,
     chunk_switching,
     cocktail,
+    frontier,
     kvmix_parts,
     kvquant_ladder,
     plot_peak_memory,
@@ -26,6 +26,8 @@ from examples import (
 from kvpass import KvpassError
 from kvpass.bench.contenders import Case
 from kvpass.cocktail import ChunkBits
+from kvpass.evaluate import Evaluation, Settings
+from kvpass.evaluate.results import Results
 from kvpass.format.filters import FILTERS
 from kvpass.format.parse import parse_plan
 from kvpass.rules import RULES
@@ -107,10 +109,46 @@ def test_lots_have_as_many_bits() -> None:
     config = AutoConfig.for_model("llama", num_hidden_layers=2, head_dim=64, num_key_value_heads=2)
     two, four = (kvpass.recipe(f"kivi-{b}bit").plan(config).default for b in (2, 4))
     mixed = kvpass.Plan(two, {"0": two, "1": kvpass.LayerPlan(four.keys, two.values)})
-    lots = list(allocation.by_lot(mixed, 8))
+    lots = list(kvmix_parts.by_lot(mixed, 8))
     assert {skvq_ablation.bits_of(plan, config) for plan in lots} == {3.5}
     assert {plan.layer_at(0).keys.codec.bits for plan in lots} == {2, 4}
     assert all(plan.layer_at(i).values == two.values for plan in lots for i in range(2))
+
+
+def test_the_frontier_says_what_a_budget_buys(tmp_path: Path) -> None:
+    """Divergences of two texts: `auto`'s is less in both, or in one of them."""
+    config = AutoConfig.from_pretrained(quickstart.SMALL_MODEL)
+    plans = {
+        name: kvpass.recipe(recipe).plan(config)
+        for name, recipe in (
+            ("kivi-4bit,group=32", "kivi-4bit"),
+            ("rotated-k4v2", "rotated-k4v2"),
+            ("auto,budget=3.5", "kivi-2bit"),
+            ("auto,budget=5", "kivi-4bit"),
+        )
+    }
+    costs = [(0, 0), (4, 5), (20, 21), (10, 12), (3, 7)]
+    settings = Settings(tasks=(), length=512).of_model(config)
+    records = [
+        {"recipe": name, "task": "quality", "cached": 511, "bytes": 1, "bits": 1.0,
+         "sums": [[[1000, 0, kl, 0]] for kl in kls]}
+        for name, kls in zip(["plain", *plans], costs, strict=True)
+    ]  # fmt: skip
+    results = Results(Evaluation(settings, tuple(plans), records, ()))
+    found = frontier.Frontier(plans, {name: name for name in plans}, results, config)
+    # Keys are packed 128 tokens at a time, values one by one; 16 bits are an exact element.
+    kivi = 5 + (16 - 5) * (127 + 128) / 2 / 511
+    assert found.bits["kivi-4bit,group=32"] == pytest.approx(kivi, rel=0.02)
+    first, second = found.verdicts([2, 3.5, 5])
+    assert first.endswith("rotated-k4v2 20.50 ±0.50: less by 9.50 ±0.50")
+    assert first.startswith("3.5 bits: auto 11.00 ±1.00")
+    assert second.endswith("kivi-4bit,group=32 4.50 ±0.50: a tie by -0.50 ±1.50")
+    assert "256-512" in found.table()
+    found.plot(str(tmp_path / "a.svg"))
+    assert "auto" in (tmp_path / "a.svg").read_text()
+    names = frontier.candidates(config.head_dim)
+    assert len(set(names)) == len(names)
+    assert not set(names).intersection(frontier.OTHERS)
 
 
 def test_peaks_are_those_of_the_process() -> None:

@@ -46,6 +46,9 @@ class Rotated(Recipe):
         window: tokens that stay exact, the last ones.
         sinks: tokens that stay exact, the first ones.
         fp8: scales and minima are fp8-e4m3 instead of half.
+        before_rope: keys are stored before their rotary embedding, where a bias of their projection
+            moves the ranges of channels, but does not widen them. ``key_rotation`` is False, and
+            keys' scales and minima are half, as ranges are far from 0 then.
     """
 
     key_bits: int = 4
@@ -59,6 +62,7 @@ class Rotated(Recipe):
     window: int = 128
     sinks: int = 5
     fp8: bool = True
+    before_rope: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
@@ -68,8 +72,13 @@ class Rotated(Recipe):
             check_choice(name, getattr(self, name), get_args(Rotation))
         fits = isinstance(self.clip, bool | int | float) and 0 <= self.clip <= 1
         check("clip", self.clip, fits, "True (searched), False, or a number above 0, at most 1")
-        for name in ("levels", "fp8"):
+        for name in ("levels", "fp8", "before_rope"):
             check_flag(name, getattr(self, name))
+        if self.before_rope and self.key_rotation:
+            raise OptionError(
+                f"key_rotation={self.key_rotation!r} is not supported with before_rope=True; "
+                "allowed: False."
+            )
         if self.levels and (self.clip is not False or 8 in (self.key_bits, self.value_bits)):
             raise OptionError(
                 f"levels=True is not supported with clip={self.clip} and {self.key_bits} and "
@@ -120,7 +129,10 @@ class Rotated(Recipe):
     ) -> LayerPlan:
         """See `Recipe.start`: rotations and factors of clipping take no room."""
         keys = self._tensor(self.key_bits, self.key_axis, key_dim)
-        plan = LayerPlan(keys, self._tensor(self.value_bits, "token", value_dim))
+        if self.before_rope:
+            keys = replace(keys, codec=replace(keys.codec, qparams="half"))
+        values = self._tensor(self.value_bits, "token", value_dim)
+        plan = LayerPlan(keys, values, before_rope=self.before_rope)
         if self.key_rotation == "hadamard":
             plan = replace(plan, key_basis=_signed(key_dim))
         if self.value_rotation == "hadamard":

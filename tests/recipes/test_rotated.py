@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
-from kvpass import ChannelRotation, Plan, calibrate, recipe
+from kvpass import ChannelRotation, Plan, calibrate, oracle_cache, recipe
 from kvpass.errors import OptionError, PlanError
 from kvpass.format.hadamard import hadamard
+from kvpass.recipes import written_recipe
 from tests.harness import compiled, error_to_oracle
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_CODES_FP32
@@ -20,7 +23,7 @@ STEPS = [20, 1, 1, 5, *[1] * 9]
 
 
 def plan_for(model: Any, name: str, **fields: Any) -> Plan:
-    found = recipe(name, **(FIELDS | fields))
+    found = replace(written_recipe(name), **(FIELDS | fields))
     if not found.calibrated:
         return found.plan(model.config)
     torch._dynamo.reset()
@@ -33,6 +36,7 @@ def plan_for(model: Any, name: str, **fields: Any) -> Plan:
         ("rotated-4bit", "llama"),
         ("rotated-k4v2", "qwen3"),
         ("rotated-2bit", "glm4"),
+        ("rotated-4bit,before_rope=True", "qwen2"),
     ],
 )
 def test_compiled_equals_the_oracle(name: str, family: str) -> None:
@@ -64,9 +68,31 @@ def test_every_option_changes_the_plan() -> None:
     assert layer.key_basis is None
     assert layer.value_basis == ChannelRotation.of(hadamard(16, 0).unsqueeze(0))
     assert str(layer.keys).startswith("nuq2.token16.codebook-0.8")
+    layer = plan_for(model, "rotated-4bit", before_rope=True).default
+    assert layer.before_rope
+    assert (layer.keys.codec.qparams, layer.values.codec.qparams) == ("half", "fp8")
     layer = plan_for(model, "rotated-k4v2").default
     assert str(layer.keys) == "int4.channel8.fp8/sinks=3,window=8,pack_every=8"
     assert str(layer.values) == "int2.token8.fp8.clip0.8/sinks=3,window=8,pack_every=1"
+
+
+@torch.no_grad()
+def test_keys_with_large_biases_need_before_rope() -> None:
+    """Behind RoPE a bias widens the range of a channel; in front of it, it moves that."""
+    model = tiny_model("qwen2", layers=2)
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias
+        bias.copy_(600 * normalize(torch.randn_like(bias), dim=0))
+    ids = prompt(2, 240, seed=3)
+    expected = model(input_ids=ids).logits[:, 200:].log_softmax(-1)
+    apart = []
+    for before_rope in (False, True):
+        plan = recipe("rotated-4bit", window=8, before_rope=before_rope).plan(model.config)
+        cache = oracle_cache(plan, model.config, model)
+        model(input_ids=ids[:, :200], past_key_values=cache)
+        found = model(input_ids=ids[:, 200:], past_key_values=cache).logits.log_softmax(-1)
+        apart.append(float((expected.exp() * (expected - found)).sum(-1).mean()))
+    assert 0 < 5 * apart[1] < apart[0]
 
 
 def test_groups_fit_heads_unless_they_are_given() -> None:
@@ -85,6 +111,10 @@ def test_groups_fit_heads_unless_they_are_given() -> None:
         (
             {"key_rotation": "random"},
             r"key_rotation='random' .* allowed: 'hadamard', 'eigen', False\.",
+        ),
+        (
+            {"before_rope": True, "key_rotation": "hadamard"},
+            r"key_rotation='hadamard' .* before_rope=True; allowed: False\.",
         ),
         ({"clip": 1.5}, r"clip=1.5 .* True \(searched\), False, or a number above 0"),
         ({"levels": True, "clip": 0.9}, r"levels=True .* clip=0.9 .*; allowed: clip=False"),

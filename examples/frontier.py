@@ -1,0 +1,200 @@
+"""Bits against quality: every method, and what `auto` mixes of them for budgets of bits.
+
+    python -m examples.frontier --plot examples/frontier.png       # about 25 minutes on 2 cores
+
+Calibrates on files the small model was trained on: all candidates of `auto` are scored once, for
+all budgets. Measures, as `kvpass eval` does, how far predictions on files that the model has never
+seen diverge when they are read through the packed cache, token by token. Plans and measurements are
+kept in a folder; what is measured there is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvpass
+from examples.quickstart import SMALL_MODEL, load
+from examples.skvq_ablation import bits_of
+from examples.small_model_data import held_out_files, read_texts, training_files
+from kvpass.bench.report import check_outputs
+from kvpass.estimate.cache import ModelCache
+from kvpass.estimate.shapes import model_shape
+from kvpass.evaluate import Settings, evaluate
+from kvpass.evaluate.estimates import Estimate
+from kvpass.evaluate.plots import front
+from kvpass.evaluate.results import Results
+from kvpass.recipes import Auto, Kivi, Rotated, written_recipe
+
+# Beside the candidates of `auto`.
+OTHERS = (
+    "kivi-4bit,value_bits=2",
+    "kivi-2bit,before_rope=True",
+    "kivi-4bit,before_rope=True",
+    "skvq-k2v1.5",
+    "skvq-k2v2,group=32",
+    "rotated-4bit",
+    "rotated-k4v2",
+    "kvmix-k2.28v2.56",
+)
+AUTO = "auto"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Bits against quality, for every method.")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[2.25, 2.5, 3.0, 4.0])
+    parser.add_argument("--folder", default="frontier", help="of plans and measurements")
+    parser.add_argument("--samples", type=int, default=64, help="calibration texts")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens to score at least")
+    parser.add_argument("--plot", metavar="FILE", help="draw the frontier; needs kvpass[plot]")
+    return parser.parse_args(argv)
+
+
+def candidates(dim: int) -> list[str]:
+    """Names of what `auto` chooses from for heads of ``dim`` channels."""
+    names = []
+    for recipe in Auto().candidates(dim):
+        more = f",group={recipe.group}" if isinstance(recipe, Kivi) else ""
+        names.append(recipe.name + (",eigen" if isinstance(recipe, Rotated) else more))
+    return names
+
+
+def make_plans(
+    model: Any, tokenizer: Any, budgets: Sequence[float], samples: int
+) -> dict[str, kvpass.Plan]:
+    """The plans of all methods, by name, and of `auto` for each budget."""
+    files = training_files()
+    texts = list(read_texts(files[:: max(1, len(files) // samples)]))
+    auto, more = kvpass.recipe(AUTO), {"tokenizer": tokenizer, "samples": samples}
+    assert isinstance(auto, Auto)
+    scores = kvpass.score(model, auto, texts, **more)
+    plans = dict(zip(candidates(model.config.head_dim), scores.candidates, strict=True))
+    for name in OTHERS:
+        recipe = written_recipe(name)
+        plans[name] = (
+            kvpass.calibrate(model, recipe, texts, **more)
+            if recipe.calibrated
+            else recipe.plan(model.config)
+        )
+    for budget, found in zip(budgets, kvpass.cost_curve(scores, budgets), strict=True):
+        plans[f"{AUTO},budget={budget:g}"] = found.plan
+    return plans
+
+
+def family(name: str) -> str:
+    """The method that a plan's name is of."""
+    return name.split(",")[0].split("-")[0]
+
+
+class Frontier:
+    """What plans cost: bits, and divergence in thousandths of a nat per token.
+
+    Attributes:
+        packed: bits per element of packed tokens, by name.
+        bits: the same of all tokens of a sequence, exact ones in bfloat16.
+        cached: its length.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[str, kvpass.Plan],
+        files: Mapping[str, str],
+        found: Results,
+        config: Any,
+    ) -> None:
+        self._files, self._found = files, found
+        shape = model_shape(config, torch.bfloat16)
+        self.cached = int(next(iter(found.quality.values()))["cached"])
+        self.packed = {name: bits_of(plan, config) for name, plan in plans.items()}
+        caches = {n: ModelCache.packed(shape, p, torch.bfloat16) for n, p in plans.items()}
+        self.bits = {name: cache.stored(1, self.cached)[0] for name, cache in caches.items()}
+
+    def divergence(
+        self, name: str, bucket: int | None = None, against: str | None = None
+    ) -> Estimate:
+        """See `Results.mean`."""
+        other = None if against is None else self._files[against]
+        return 1000 * self._found.mean(self._files[name], "kl", bucket, other)
+
+    def table(self) -> str:
+        """A line for each plan, by its bits; divergence in 0.001 nats per token."""
+        ends = [f"{a}-{b}" for a, b in pairwise(self._found.settings.edges)]
+        heads = ["packed", "all bits", "divergence", *ends]
+        lines = [f"{'':28}" + "".join(f"{head:>16}" for head in heads)]
+        for name in sorted(self.bits, key=self.bits.__getitem__):
+            cells = [f"{self.packed[name]:.3f}", f"{self.bits[name]:.3f}"]
+            cells += [f"{self.divergence(name, i):.2f}" for i in (None, *range(len(ends)))]
+            lines.append(f"{name:28}" + "".join(f"{cell:>16}" for cell in cells))
+        return "\n".join(lines)
+
+    def verdicts(self, budgets: Sequence[float]) -> list[str]:
+        """For each budget, `auto` beside the best of the single methods that keep it."""
+        lines = []
+        for budget in budgets:
+            own = f"{AUTO},budget={budget:g}"
+            rivals = [n for n in self.bits if family(n) != AUTO and self.packed[n] <= budget]
+            if not rivals:
+                continue
+            best = min(rivals, key=lambda n: self.divergence(n).mean)
+            apart = self.divergence(best, against=own)
+            word = "less" if apart.mean > 0 else "more"
+            lines.append(
+                f"{budget:g} bits: auto {self.divergence(own):.2f}, {best} "
+                f"{self.divergence(best):.2f}: {word if apart.certain else 'a tie'} by {apart:.2f}"
+            )
+        return lines
+
+    def plot(self, file: str) -> None:
+        """Draws bits against divergence with standard errors, and the Pareto front."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        families = dict.fromkeys(map(family, self.bits))
+        for marker, method in zip("osD^vP*X", families, strict=False):
+            names = [n for n in sorted(self.bits, key=self.bits.__getitem__) if family(n) == method]
+            values, line = [self.divergence(n) for n in names], "-" if method == AUTO else ""
+            axes.errorbar(
+                [self.bits[n] for n in names], [v.mean for v in values], [v.error for v in values],
+                marker=marker, linestyle=line, capsize=2, label=method,
+            )  # fmt: skip
+        points = [(self.bits[n], self.divergence(n).mean) for n in self.bits]
+        axes.plot(*zip(*front(points), strict=True), "--", color="grey", zorder=0, label="front")
+        axes.set(
+            yscale="log",
+            xlabel=f"bits per element of {self.cached:,} tokens, exact ones in bfloat16",
+            ylabel="divergence, 0.001 nats per token",
+        )
+        axes.legend()
+        figure.savefig(file, dpi=150)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a line for each plan, and how `auto` compares at each budget."""
+    args = arguments(argv)
+    if args.plot:
+        check_outputs(None, args.plot)
+    folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = load(str(SMALL_MODEL), "float32")
+    plans = make_plans(model, tokenizer, args.budgets, args.samples)
+    files = {name: str(folder / f"{name}.safetensors") for name in plans}
+    for name, plan in plans.items():
+        plan.save(files[name])
+    settings, texts = Settings(tasks=(), tokens=args.tokens), read_texts(held_out_files())
+    measured = str(folder / "measured.jsonl")
+    evaluation = evaluate(model, tokenizer, list(files.values()), texts, settings, path=measured)
+    found = Frontier(plans, files, Results(evaluation), model.config)
+    print(found.table(), *found.verdicts(args.budgets), sep="\n")
+    if args.plot:
+        found.plot(args.plot)
+
+
+if __name__ == "__main__":
+    main()
