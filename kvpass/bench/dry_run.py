@@ -39,8 +39,9 @@ from kvpass.bench.models import Shape
 from kvpass.bench.plans import layer_plan
 from kvpass.bench.report import Section
 from kvpass.errors import KernelError
+from kvpass.folding import Fold
 from kvpass.format import channels, groups, quantize
-from kvpass.graph import bases
+from kvpass.graph.bind import constants
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
 from kvpass.plan import Plan
@@ -200,7 +201,8 @@ def _watched(waits: dict[int, list[str]]) -> Iterator[None]:
     patches = [
         (backend, "compile_inductor", compile_and_fake),
         (PackedCallable, "__call__", watched_call),
-        (bases, "on_device", stand_in),
+        (constants, "on_device", stand_in),
+        (Fold, "__call__", lambda _, weight: torch.empty_like(weight)),
         *((module, name, getattr(module, name).__wrapped__) for module, name in _REMEMBERED),
     ]
     with ExitStack() as stack:

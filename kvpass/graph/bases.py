@@ -182,35 +182,29 @@ def on_rank(basis: Tensor, dims: int) -> Tensor:
 
 
 def basis_of(node: Node) -> Tensor:
-    """The basis that the channels of ``node``, or the entries of a weight, are brought to, on the
-    CPU."""
+    """The basis that the channels of ``node``, or the entries of a weight, are brought to."""
     call = BasisCall.of(node) or WeightBasisCall.at(node)
-    return constant_value(call.basis).cpu()
+    return constant_value(call.basis)
 
 
 def constant_value(basis: Node) -> Tensor:
-    """The tensor of a ``get_attr`` node that `constant_node` made."""
+    """The tensor, on the CPU, of a ``get_attr`` node that `constant_node` made."""
     return _owner(basis.graph).get_buffer(str(basis.target))
 
 
-def on_device(index: Tensor, device: torch.device) -> Tensor:
-    """A constant where a graph reads it. (Only this touches the device while a graph is worked on:
-    a dry run for a GPU that is not there puts a stand-in here.)"""
-    return index.to(device)
-
-
 def constant_node(graph: Graph, index: Tensor, device: torch.device) -> Node:
-    """The constant ``index`` on a device: one node for all that are equal."""
+    """The constant ``index``, on the CPU, for a device: one node for all that are equal. It is
+    brought there when it becomes an argument."""
     owner = _owner(graph)
     text = f"{tuple(index.shape)} {index.dtype} {device}".encode() + index.numpy().tobytes()
     name = f"{_PREFIX}{hashlib.sha256(text).hexdigest()[:16]}"
     known: list[Node] = [n for n in graph.find_nodes(op="get_attr") if n.target == name]
     if known:
         return known[0]
-    owner.register_buffer(name, on_device(index, device), persistent=False)
+    owner.register_buffer(name, index, persistent=False)
     with graph.inserting_before(_first_op(graph)):
         node = graph.get_attr(name)
-    node.meta["example_value"] = owner.get_buffer(name)
+    node.meta |= {"example_value": index, "device": device}
     return node
 
 

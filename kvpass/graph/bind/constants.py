@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -33,11 +34,19 @@ def bind_constants(
         folds[node] = Fold(positions[call.weight], constant_value(call.basis), call.dim)
     examples = [_argument(node) for node in folds]
     used = [n for n in graph.find_nodes(op="get_attr") if is_constant(n) and n.users]
-    constants = [constant_value(node) for node in used]
-    for node in used:
+    constants = [on_device(constant_value(node), node.meta["device"]) for node in used]
+    for node, constant in zip(used, constants, strict=True):
+        if node.meta["example_value"] is constant_value(node):
+            node.meta["example_value"] = constant
         _argument(node)
     drop_constants(graph)
     return tuple(folds.values()), tuple(constants), [*examples, *constants]
+
+
+def on_device(constant: Tensor, device: torch.device) -> Tensor:
+    """A constant where a graph reads it. (Only this touches the device while a graph is worked on:
+    a dry run for a GPU that is not there puts a stand-in here.)"""
+    return constant.to(device)
 
 
 def _argument(node: Node) -> Any:

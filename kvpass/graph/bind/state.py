@@ -283,7 +283,7 @@ class _Binder:
 
     def _rotated(self, x: Node, basis: Node, example: Tensor) -> Node:
         if is_rotation(value := constant_value(basis)):
-            basis = constant_node(self.graph, shared(value.cpu()), example.device)
+            basis = constant_node(self.graph, shared(value), example.device)
         node = self.graph.call_function(rotate, (x, basis))
         node.meta["example_value"] = example
         return node
