@@ -15,10 +15,12 @@ import torch
 
 # Importing these defines the ops that are provided for here.
 from kvpass.ops import length as _length  # noqa: F401
+from kvpass.ops import linear as _linear  # noqa: F401
 from kvpass.ops.library import FAKES, SCHEMAS
 from lowering.cpp import append as cpp_append
 from lowering.cpp import attention as cpp_attention
 from lowering.cpp import chunks as cpp_chunks
+from lowering.cpp import linear as cpp_linear
 from lowering.cpp import pack as cpp_pack
 from lowering.cpp import unpack as cpp_unpack
 from lowering.triton import append, append_attention, attention, chunks, pack, unpack
@@ -86,6 +88,7 @@ _GENERATED = (
     _cpp("append", cpp_append.append, cpp_append.unsupported_reason),
     _cpp("pack", cpp_pack.pack, cpp_pack.unsupported_reason),
     _cpp("unpack", cpp_unpack.unpack, cpp_unpack.unsupported_reason),
+    _cpp("linear", cpp_linear.linear, cpp_linear.unsupported_reason),
     _cpp("attention_chunks", cpp_chunks.attention_chunks, cpp_chunks.unsupported_attention),
     _cpp("append_chunks", cpp_chunks.append_chunks, cpp_chunks.unsupported_append),
     _cpp("reorder_chunks", cpp_chunks.reorder_chunks, cpp_chunks.unsupported_reorder),

@@ -35,6 +35,15 @@ CPP_ATTENTION = {
     torch.bfloat16: 3e-3,
     torch.float16: 4e-4,
 }
+# Relative error of linear layers in C++ against float64.
+CPP_LINEAR = {
+    # Sums of thousands of products in float32, in 16 parts and more.
+    torch.float32: 5e-7,
+    # Sums are in float32; the output is rounded to 8 bits (2**-9) or 11 bits (2**-12), on average
+    # half of that.
+    torch.bfloat16: 3e-3,
+    torch.float16: 4e-4,
+}
 # Relative error of attention in Triton against float64 on the same decoded values.
 TRITON_ATTENTION = {
     # Codes are exact; query times scale, and weight times scale, are rounded to fp16 (2**-11 each).

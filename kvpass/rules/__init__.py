@@ -13,6 +13,7 @@ from kvpass.rules.basis.push_basis import BasisLeft, PushBasis, ShareTables
 from kvpass.rules.basis.rotate_channels import CancelRotations, RotateChannels
 from kvpass.rules.cache_before_rope import CacheBeforeRope
 from kvpass.rules.decode_reader import DecodeReader, ReadSize
+from kvpass.rules.few_token_linear import FewTokenLinear
 from kvpass.rules.fuse_append_attention import FuseAppendAttention
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.fuse_rope_append import FuseRopeAppend
@@ -44,7 +45,7 @@ RULES: list[Rule] = [
 # Whatever other rules there are, these leave no packed tensor to who cannot read it.
 DECODING: list[Rule] = [DecodeReader(), ReadSize()]
 # Tried on the bound graph.
-BOUND_RULES: list[Rule] = [RotateBefore(), FuseAppendAttention()]
+BOUND_RULES: list[Rule] = [RotateBefore(), FuseAppendAttention(), FewTokenLinear()]
 
 
 def register_rule(cls: type[Rule]) -> type[Rule]:

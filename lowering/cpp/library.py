@@ -29,7 +29,11 @@ _PLAIN_LANES = 4
 # take a tenth longer.
 _FLAGS = ("-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-g0")
 # Products may join additions, but where what is stored must be the reference's, bit for bit.
-_CONTRACTION = {"attention": "-ffp-contract=fast", "tensor": "-ffp-contract=off"}
+_CONTRACTION = {
+    "attention": "-ffp-contract=fast",
+    "linear": "-ffp-contract=fast",
+    "tensor": "-ffp-contract=off",
+}
 # What functions return, but for those that return nothing.
 _RESULTS = {"append": "int64_t"}
 log = logging.getLogger(__name__)
@@ -132,7 +136,7 @@ def load_function(op: str, text: str) -> Callable[[bytes], Any]:
     Raises:
         Exception: Inductor's, if the source cannot be compiled.
     """
-    function = getattr(_library("attention" if op == "attention" else "tensor", text), op)
+    function = getattr(_library(op if op in _CONTRACTION else "tensor", text), op)
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64 if op in _RESULTS else None
     return function  # type: ignore[no-any-return]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lowering.cpp import attention, library
+from lowering.cpp import attention, library, linear
 
-CACHES = (attention._function, library.tensor_function)
+CACHES = (attention._function, library.tensor_function, linear._function, linear._source)
 
 
 @pytest.fixture(params=[4, 8, 16], ids=lambda n: f"{n}-lanes")
 def lanes(request, monkeypatch):
-    for module in (attention, library):
+    for module in (attention, library, linear):
         monkeypatch.setattr(module, "native_lanes", lambda: request.param)
     for cached in CACHES:
         cached.cache_clear()

@@ -1,0 +1,72 @@
+"""``kvpass::linear`` in C++: linear layers of up to `MOST_TOKENS` tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass._torch import constant, is_subclass
+from lowering.cpp.constants import unsupported_device
+from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
+from lowering.cpp.structs import Struct, arguments_name
+
+MOST_TOKENS = 4
+# Bytes of a weight: below, the call takes longer than reading it.
+_LEAST_BYTES = 2**18
+# Bytes that a thread has to read: starting one takes as long.
+_BYTES_PER_THREAD = 2**16
+_STRUCT = Struct(
+    arguments_name("linear"),
+    (
+        *(("const Scalar*", name) for name in ("x", "weight", "bias")),
+        ("Scalar*", "out"),
+        *((("int64_t", name)) for name in ("outputs", "inputs", "threads")),
+    ),
+)
+
+
+@cache
+def _source(tokens: int, dtype: torch.dtype) -> str:
+    declaration = _STRUCT.declaration("using Element = Scalar", TOKENS=tokens)
+    return source(["linear.h"], ["linear"], [declaration], lanes=native_lanes(), dtype=dtype)
+
+
+@cache
+def _function(tokens: int, dtype: torch.dtype) -> Callable[[bytes], Any]:
+    return load_function("linear", _source(tokens, dtype))
+
+
+def unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    """Why C++ declines these arguments of ``kvpass::linear``, or None."""
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    tokens = constant(math.prod(x.shape[:-1]))
+    if tokens is None or not 0 < tokens <= MOST_TOKENS:
+        return f"it has {tokens or 'any number of'} tokens; C++ takes 1 to {MOST_TOKENS}"
+    if any(map(is_subclass, tensors)):
+        return f"the weight is {type(weight).__name__}"
+    if len({t.dtype for t in tensors}) > 1 or not weight.is_contiguous():
+        return "the weight is not contiguous, or of another dtype than the tokens"
+    if weight.numel() * weight.element_size() < _LEAST_BYTES:
+        return f"the weight is small: less than {_LEAST_BYTES} bytes"
+    return unsupported_device(x) or unsupported_compiler("linear", _source(tokens, x.dtype))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `kvpass.ops.linear.linear`, for arguments that are supported."""
+    *lead, inputs = x.shape
+    outputs = weight.shape[0]
+    out = x.new_empty((*lead, outputs))
+    threads = min(torch.get_num_threads(), 1 + weight.nbytes // _BYTES_PER_THREAD)
+    tokens, x = x.numel() // inputs, x.contiguous()
+    _function(tokens, x.dtype)(
+        _STRUCT.pack(
+            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            out.data_ptr(), outputs, inputs, threads,
+        )
+    )  # fmt: skip
+    return out

@@ -1,0 +1,62 @@
+"""Linear layers of few tokens in generated C++, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear as reference
+
+from lowering.cpp import linear
+from tests.strategies import randn
+from tests.tolerances import CPP_LINEAR
+
+# Outputs and inputs, which neither rows nor vectors divide; inputs of four tokens that the first
+# cache does not hold.
+SIZES = ((257, 1003), (261, 4099))
+
+
+def check(tokens, dtype):
+    for outputs, inputs in SIZES:
+        x, weight = randn(2, tokens, inputs, dtype=dtype)[1:], randn(outputs, inputs, dtype=dtype)
+        for bias in (None, randn(outputs, seed=1, dtype=dtype)):
+            assert linear.unsupported_reason(x, weight, bias) is None
+            got = linear.linear(x, weight, bias)
+            wanted = reference(x.double(), weight.double(), None if bias is None else bias.double())
+            assert got.shape == wanted.shape
+            assert got.dtype == dtype
+            error = float((got.double() - wanted).norm() / wanted.norm())
+            assert error <= CPP_LINEAR[dtype]
+
+
+@pytest.mark.parametrize("dtype", CPP_LINEAR, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_products(tokens, dtype):
+    check(tokens, dtype)
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_tokens(tokens):
+    check(tokens, torch.float32)
+
+
+def test_lanes(lanes):
+    check(1, torch.bfloat16)
+
+
+def test_gaps_between_tokens():
+    x, weight = randn(2, 2048)[:, ::2], randn(256, 1024)
+    assert torch.equal(linear.linear(x, weight), linear.linear(x.contiguous(), weight))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "reason"),
+    [
+        (randn(5, 256), randn(256, 256), "it has 5 tokens; C++ takes 1 to 4"),
+        (randn(1, 256), randn(255, 256), "the weight is small: less than 262144 bytes"),
+        (randn(1, 256), randn(256, 256).T, "the weight is not contiguous"),
+        (randn(1, 256), randn(256, 512, dtype=torch.bfloat16), "of another dtype than the tokens"),
+        (randn(1, 256).double(), randn(256, 256).double(), "torch.float64 is not supported"),
+    ],
+)
+def test_declined(x, weight, reason):
+    assert reason in linear.unsupported_reason(x, weight)
