@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvpass import PackedKV, Plan, calibrate, explain, importance, oracle_cache, recipe
 from kvpass.errors import OptionError
+from kvpass.inspect.report import reports
 from tests.harness import compiled, run_steps
-from tests.models import prompt, tiny_model
-from tests.tolerances import LOGITS_CODE_FLIP
+from tests.models import FAMILIES, prompt, tiny_model
+from tests.tolerances import LOGITS_CODE_FLIP, LOGITS_FP32
 
 quantization = pytest.importorskip("torchao.quantization")
 
@@ -43,3 +45,26 @@ def test_the_importance_of_int8_weights_is_refused() -> None:
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     with pytest.raises(OptionError, match="no matrix of floating numbers"):
         importance(model, [prompt(1, 30)[0]], progress=False)
+
+
+@torch.no_grad()
+def test_few_tokens_are_multiplied_by_int8_weights_as_they_are() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**FAMILIES["llama"], "vocab_size": 4096}, num_hidden_layers=1)
+    model = LlamaForCausalLM(config).eval()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    ids, steps = prompt(1, 10), [8, 1, 1]
+    wanted, _ = run_steps(model, ids, steps)
+    twin = compiled(model, "fp", "inductor")
+    got, _ = run_steps(twin, ids, steps)
+    assert (got - wanted).abs().max().item() <= LOGITS_FP32
+    # Of this model only the head's weight is large enough.
+    assert [c.provider for c in reports()[-1].choices if c.op == "linear"] == ["cpp"]
+
+
+@torch.no_grad()
+def test_activations_that_are_quantized_stay_so() -> None:
+    layer = torch.nn.Linear(512, 1024)
+    quantization.quantize_(layer, quantization.Int8DynamicActivationInt8WeightConfig())
+    torch.compile(layer, backend="kvpass")(torch.randn(1, 512))
+    assert reports()[-1].choices == []

@@ -7,24 +7,32 @@ from torch import Tensor
 
 from kvpass.ops.library import define
 
-SCHEMA = "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"
+SCHEMA = "linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None) -> Tensor"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """Reference of ``kvpass::linear``.
 
     Args:
         x: ``[..., K]``.
-        weight: ``[N, K]``, of the dtype of ``x``.
-        bias: ``[N]``, likewise.
+        weight: ``[N, K]``, of the dtype of ``x``, or int8 with a ``scale``.
+        bias: ``[N]``, of the dtype of ``x``.
+        scale: float32 ``[N, 1]``, of each row of the weight.
 
     Returns:
-        ``[..., N]``: ``x @ weight.T + bias``.
+        ``[..., N]``: ``x @ weight.T * scale.T + bias``.
     """
-    return torch.nn.functional.linear(x, weight, bias)
+    if scale is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    out = torch.nn.functional.linear(x, weight.to(x.dtype)) * scale.to(x.dtype).flatten()
+    return out if bias is None else out + bias
 
 
-def linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """Shape of `linear`."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -31,12 +33,43 @@ class FewTokenLinear(Rule):
         if torch.is_grad_enabled() and any(x.requires_grad for x in examples):
             return None
         with context.graph.inserting_before(node):
-            trial = context.graph.call_function(_FUSED, node.args)
+            trial = context.graph.call_function(_FUSED, _arguments(node))
         provider, _ = context.served_by(trial)
+        parts = [n for n in trial.all_input_nodes if n.target is getattr]
+        arguments = trial.args
         context.graph.erase_node(trial)
-        return None if provider == "aten" else {}
+        if provider != "aten":
+            return {"arguments": arguments}
+        for part in parts:
+            context.graph.erase_node(part)
+        return None
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
-        node.target = _FUSED
+        node.target, node.args = _FUSED, found["arguments"]
         return "computed for few tokens"
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    """Those of the op; the parts of a weight of torchao are read from it."""
+    x, weight, *bias = node.args
+    assert isinstance(weight, Node)
+    if not _scales_rows(weight.meta["example_value"]):
+        return node.args
+    parts = [_attribute(weight, name) for name in ("qdata", "scale")]
+    return (x, parts[0], bias[0] if bias else None, parts[1])
+
+
+def _scales_rows(weight: Any) -> bool:
+    """Whether ``weight`` is one of torchao in int8, whose rows have a scale each, that multiplies
+    activations as they are."""
+    if type(weight).__name__ != "Int8Tensor" or not type(weight).__module__.startswith("torchao."):
+        return False
+    as_it_is = weight.act_quant_kwargs is None and weight.act_pre_scale is None
+    return as_it_is and list(weight.block_size) == [1, weight.shape[1]]
+
+
+def _attribute(x: Node, name: str) -> Node:
+    node = x.graph.call_function(getattr, (x, name))
+    node.meta["example_value"] = getattr(x.meta["example_value"], name)
+    return node

@@ -9,9 +9,8 @@ namespace {
 // Outputs first ... first + ROWS of all tokens; those from a.outputs on are not there. Each has as
 // many sums as hide how long an addition takes.
 template <int ROWS, class A> void linear_rows(const A& a, const float* x, int64_t first) {
-  using Scalar = typename A::Element;
   constexpr int SUMS = A::TOKENS == 1 && ROWS == 1 ? 4 : 2, STEP = SUMS * LANES;
-  const Scalar* rows[ROWS];
+  const typename A::Weight* rows[ROWS];
   for (int r = 0; r < ROWS; r++)
     rows[r] = a.weight + std::min<int64_t>(first + r, a.outputs - 1) * a.inputs;
   Floats sums[ROWS][A::TOKENS][SUMS]{};
@@ -32,6 +31,7 @@ template <int ROWS, class A> void linear_rows(const A& a, const float* x, int64_
       for (const Floats& part : sums[r][t]) all_sums += part;
       float total = sum(all_sums);
       for (int64_t j = i; j < a.inputs; j++) total += to_float(rows[r][j]) * x[t * a.inputs + j];
+      if (a.scale != nullptr) total *= a.scale[first + r];
       if (a.bias != nullptr) total += to_float(a.bias[first + r]);
       store_numbers<1>(a.out + t * a.outputs + first + r, all(total));
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import constant, is_subclass
-from lowering.cpp.constants import unsupported_device
+from lowering.cpp.constants import DTYPES, unsupported_device
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
 from lowering.cpp.structs import Struct, arguments_name
 
@@ -23,50 +23,62 @@ _BYTES_PER_THREAD = 2**16
 _STRUCT = Struct(
     arguments_name("linear"),
     (
-        *(("const Scalar*", name) for name in ("x", "weight", "bias")),
+        ("const Scalar*", "x"),
+        ("const LinearWeight*", "weight"),
+        ("const Scalar*", "bias"),
+        ("const float*", "scale"),
         ("Scalar*", "out"),
-        *((("int64_t", name)) for name in ("outputs", "inputs", "threads")),
+        *(("int64_t", name) for name in ("outputs", "inputs", "threads")),
     ),
 )
 
 
 @cache
-def _source(tokens: int, dtype: torch.dtype) -> str:
-    declaration = _STRUCT.declaration("using Element = Scalar", TOKENS=tokens)
-    return source(["linear.h"], ["linear"], [declaration], lanes=native_lanes(), dtype=dtype)
+def _source(tokens: int, dtype: torch.dtype, scaled: bool) -> str:
+    weight = f"using LinearWeight = {'int8_t' if scaled else 'Scalar'};"
+    struct = _STRUCT.declaration(
+        "using Element = Scalar", "using Weight = LinearWeight", TOKENS=tokens
+    )
+    return source(["linear.h"], ["linear"], [weight, struct], lanes=native_lanes(), dtype=dtype)
 
 
 @cache
-def _function(tokens: int, dtype: torch.dtype) -> Callable[[bytes], Any]:
-    return load_function("linear", _source(tokens, dtype))
+def _function(tokens: int, dtype: torch.dtype, scaled: bool) -> Callable[[bytes], Any]:
+    return load_function("linear", _source(tokens, dtype, scaled))
 
 
-def unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+def unsupported_reason(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> str | None:
     """Why C++ declines these arguments of ``kvpass::linear``, or None."""
-    tensors = [t for t in (x, weight, bias) if t is not None]
+    plain = [t for t in (x, bias, weight if scale is None else None) if t is not None]
     tokens = constant(math.prod(x.shape[:-1]))
     if tokens is None or not 0 < tokens <= MOST_TOKENS:
         return f"it has {tokens or 'any number of'} tokens; C++ takes 1 to {MOST_TOKENS}"
-    if any(map(is_subclass, tensors)):
+    if any(map(is_subclass, plain)):
         return f"the weight is {type(weight).__name__}"
-    if len({t.dtype for t in tensors}) > 1 or not weight.is_contiguous():
+    if len({t.dtype for t in plain}) > 1 or not weight.is_contiguous():
         return "the weight is not contiguous, or of another dtype than the tokens"
+    if scale is not None and (scale.dtype, weight.dtype) != (torch.float32, torch.int8):
+        return f"the weight is {weight.dtype} with scales in {scale.dtype}; C++ takes int8, float32"
     if weight.numel() * weight.element_size() < _LEAST_BYTES:
         return f"the weight is small: less than {_LEAST_BYTES} bytes"
-    return unsupported_device(x) or unsupported_compiler("linear", _source(tokens, x.dtype))
+    text = _source(tokens, x.dtype, scale is not None) if x.dtype in DTYPES else ""
+    return unsupported_device(x) or unsupported_compiler("linear", text)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """As `kvpass.ops.linear.linear`, for arguments that are supported."""
     *lead, inputs = x.shape
     outputs = weight.shape[0]
     out = x.new_empty((*lead, outputs))
     threads = min(torch.get_num_threads(), 1 + weight.nbytes // _BYTES_PER_THREAD)
     tokens, x = x.numel() // inputs, x.contiguous()
-    _function(tokens, x.dtype)(
-        _STRUCT.pack(
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            out.data_ptr(), outputs, inputs, threads,
-        )
-    )  # fmt: skip
+    numbers = scale if scale is None else scale.contiguous()
+    addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, numbers, out))
+    _function(tokens, x.dtype, scale is not None)(
+        _STRUCT.pack(*addresses, outputs, inputs, threads)
+    )
     return out

@@ -112,6 +112,7 @@ template <class Number> inline typename Number::Pair round_pair(float& scale, fl
 }
 
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline float to_float(BFloat16 x) { return bits_of<float>((uint32_t)x.bits << 16); }
 inline float to_float(Float16 x) { return widen_one<Float16>(x.bits); }
 
@@ -122,6 +123,19 @@ template <int COUNT> inline Floats load_numbers(const BFloat16* p) {
 }
 template <int COUNT> inline Floats load_numbers(const Float16* p) {
   return Float16::widen(widen(load<Shorts, COUNT>((const uint16_t*)p)));
+}
+
+// LANES integers.
+template <int COUNT> inline Floats load_numbers(const int8_t* p) {
+  static_assert(COUNT == LANES);
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif KVPASS_LANES == 8 && defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  return __builtin_convertvector(load<Bytes, LANES>(p), Floats);
+#endif
 }
 
 // Half to even.

@@ -13,7 +13,7 @@ from tests.models import FAMILIES, prompt
 from tests.tolerances import LOGITS_FP32
 
 # Only the MLP's weights, and the head, are large enough to gain.
-CONFIG = {**FAMILIES["llama"], "intermediate_size": 1024, "vocab_size": 1024, "hidden_size": 128}
+CONFIG = {**FAMILIES["llama"], "intermediate_size": 1024, "vocab_size": 2048, "hidden_size": 128}
 
 
 @pytest.fixture(scope="module")

@@ -39,8 +39,21 @@ def test_tokens(tokens):
     check(tokens, torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rows_with_scales(tokens):
+    dtype = torch.bfloat16
+    x, bias = randn(tokens, 1003, dtype=dtype), randn(300, dtype=dtype)
+    weight = torch.arange(300 * 1003).remainder(255).sub(127).to(torch.int8).view(300, 1003)
+    scale = 0.01 + randn(300, 1).abs()
+    assert linear.unsupported_reason(x, weight, bias, scale) is None
+    got = linear.linear(x, weight, bias, scale)
+    wanted = reference(x.double(), weight * scale.double(), bias.double())
+    assert float((got.double() - wanted).norm() / wanted.norm()) <= CPP_LINEAR[dtype]
+
+
 def test_lanes(lanes):
     check(1, torch.bfloat16)
+    test_rows_with_scales(1)
 
 
 def test_gaps_between_tokens():
