@@ -1,4 +1,5 @@
-"""The only file that imports private PyTorch APIs (used with torch 2.11 to 2.13)."""
+"""What is imported of private PyTorch APIs (used with torch 2.11 to 2.13), but for compiling C++
+(`kvpass._torch_cpp`) and simulating a GPU (`kvpass._torch_gpu`)."""
 
 from __future__ import annotations
 
@@ -323,32 +324,6 @@ def compile_inductor(
     with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}"):  # type: ignore[attr-defined]
         compiled: Any = compile_fx(module, examples, config_patches=patches or None)
     return cast(Callable[..., Any], compiled)
-
-
-def load_cpp(source: str, flags: Sequence[str]) -> Any:
-    """The library compiled from C++ ``source`` with Inductor's compiler, kept in its cache;
-    ``flags`` come behind Inductor's own, so that they win."""
-    from torch._inductor.codecache import CppCodeCache
-
-    return CppCodeCache.load(source, extra_flags=tuple(flags))
-
-
-CPP_PROBLEMS = ("no C++ compiler was found", "the C++ compiler refuses generated code")
-
-
-def cpp_problem(error: BaseException) -> str | None:
-    """The one of `CPP_PROBLEMS` that the error is, if any. (Inductor of torch 2.11 writes masks of
-    a dynamic length in C++ that does not compile.)"""
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, InvalidCxxCompiler):
-            return CPP_PROBLEMS[0]
-        if isinstance(cause, CppCompileError):
-            return CPP_PROBLEMS[1]
-        cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    return None
 
 
 def register_backend_once(function: Callable[..., Any]) -> None:

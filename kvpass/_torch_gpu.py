@@ -1,5 +1,5 @@
 """A GPU that is not there, for which Inductor generates and compiles all it would compile for a
-real one; nothing is run. Beside `kvpass._torch` the only file that touches private PyTorch APIs.
+real one; nothing is run. It touches private PyTorch APIs.
 
 Tensors are fake, so that any build of PyTorch will do. What Inductor asks of a GPU is answered from
 a data sheet, and its kernels are compiled for that GPU, which Triton can do anywhere. In builds
@@ -36,7 +36,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton, triton_backend, triton_hash_with_backend
 
-from kvpass._torch import cpp_problem, load_cpp
+from kvpass._torch_cpp import cpp_problem, load_cpp
 from kvpass.errors import KernelError
 
 DataDependentError = fake_tensor.DataDependentOutputException

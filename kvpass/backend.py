@@ -17,13 +17,13 @@ from kvpass._torch import (
     compile_inductor,
     copy_graph_facts,
     copy_source,
-    cpp_problem,
     inductor_modes,
     is_traced,
     register_backend_once,
     trace_artifact,
     wants_cuda_graphs,
 )
+from kvpass._torch_cpp import cpp_problem
 from kvpass.errors import OptionError, UnmatchedGraphError, unknown
 from kvpass.fingerprint import check_weights
 from kvpass.graph.analysis.sites import Sites, find_sites, module_path

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from kvpass._torch import CPP_PROBLEMS
+from kvpass._torch_cpp import CPP_PROBLEMS
 from kvpass.ops.library import NAMES
 from lowering.providers import PROVIDERS, Provider
 

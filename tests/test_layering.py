@@ -74,7 +74,13 @@ def test_templates_import_no_sibling():
 
 
 def test_lowering_imports_the_meaning_of_ops_only():
-    allowed = ("kvpass.ops.", "kvpass.format.", "kvpass.errors.", "kvpass._torch.")
+    allowed = (
+        "kvpass.ops.",
+        "kvpass.format.",
+        "kvpass.errors.",
+        "kvpass._torch.",
+        "kvpass._torch_cpp.",
+    )
     strange = {
         (file, name)
         for file, names in imports_of("lowering").items()
@@ -115,7 +121,7 @@ def test_no_module_imports_itself_through_others():
 
 
 # What is used of PyTorch, and of Inductor for a GPU that is not there.
-PRIVATE = ("kvpass/_torch.py", "kvpass/_torch_gpu.py")
+PRIVATE = ("kvpass/_torch.py", "kvpass/_torch_cpp.py", "kvpass/_torch_gpu.py")
 
 
 def private(name: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvpass._torch import cpp_problem, load_cpp
+from kvpass._torch_cpp import cpp_problem, load_cpp
 from kvpass.format.retention import MAX_STEP
 from lowering.codegen import write_source
 from lowering.cpp.constants import DTYPES, constants_of

@@ -1,0 +1,86 @@
+"""Compiling C++ as Inductor does, through its private APIs."""
+
+from __future__ import annotations
+
+import platform
+import struct
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+class _DamagedLibraryError(Exception):
+    """A compiled library was not whole, and is gone."""
+
+
+@cache
+def _code_cache() -> Any:
+    """Inductor's cache of compiled C++, which trusts no library that is not whole: what a process
+    that was killed, or a full disk, left there."""
+    from torch._inductor.codecache import CppCodeCache
+
+    class CheckedCodeCache(CppCodeCache):
+        cache: dict[str, Any] = {}  # noqa: RUF012
+
+        @classmethod
+        def _load_library(cls, path: str, key: str) -> Any:
+            if is_cut_off(path):
+                Path(path).unlink(missing_ok=True)
+                raise _DamagedLibraryError
+            return super()._load_library(path, key)
+
+    return CheckedCodeCache
+
+
+def is_cut_off(path: str) -> bool:
+    """Whether a library in the ELF format ends before the table of its sections, which linkers
+    write last."""
+    data = Path(path).read_bytes()
+    if sys.platform != "linux":
+        return not data
+    if len(data) < 64 or data[:4] != b"\x7fELF":
+        return True
+    (table,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    return bool(len(data) < table + size * count)
+
+
+@cache
+def cpu_features() -> str:
+    """What this CPU can do, by the names that the system has for it: code is compiled for that."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.split(":")[1].strip() for x in lines if x.startswith(("flags", "Features"))), "")
+
+
+def load_cpp(source: str, flags: Sequence[str]) -> Any:
+    """The library compiled from C++ ``source`` with Inductor's compiler, kept in its cache;
+    ``flags`` come behind Inductor's own, so that they win. One that is damaged is compiled anew."""
+    own, text = _code_cache(), f"{source}// The CPU has {cpu_features()}.\n"
+    try:
+        return own.load(text, extra_flags=tuple(flags))
+    except _DamagedLibraryError:
+        own.cache.clear()
+        return own.load(text, extra_flags=tuple(flags))
+
+
+CPP_PROBLEMS = ("no C++ compiler was found", "the C++ compiler refuses generated code")
+
+
+def cpp_problem(error: BaseException) -> str | None:
+    """The one of `CPP_PROBLEMS` that the error is, if any. (Inductor of torch 2.11 writes masks of
+    a dynamic length in C++ that does not compile.)"""
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, InvalidCxxCompiler):
+            return CPP_PROBLEMS[0]
+        if isinstance(cause, CppCompileError):
+            return CPP_PROBLEMS[1]
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    return None
