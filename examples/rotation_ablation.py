@@ -2,6 +2,7 @@
 
     python -m examples.rotation_ablation                   # about 15 minutes on 2 cores
     python -m examples.rotation_ablation --outliers 8      # keys have channels that stand out
+    python -m examples.rotation_ablation --biases 600      # keys have large biases
 
 Calibrates as `examples.skvq_ablation` does, and measures the divergence of the model's predictions
 on files that it has never seen, through a cache that is rounded as the packed one is.
@@ -43,6 +44,7 @@ OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rotated-4bit", {}),
     ("rotated-4bit", {"key_rotation": "hadamard"}),
     ("rotated-k4v2", {}),
+    *((name, {"before_rope": True}) for name in ("kivi-2bit", "kivi-4bit", "rotated-4bit")),
 )
 HEADER = f"{'':36}{'bits':>8}{'perplexity':>12}{'divergence':>12}"
 
@@ -52,6 +54,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What rotations of channels are worth.")
     add_arguments(parser)
     parser.add_argument("--outliers", type=float, default=1, help="see add_outliers")
+    parser.add_argument("--biases", type=float, default=0, help="see add_biases")
     return parser.parse_args(argv)
 
 
@@ -85,12 +88,24 @@ def add_outliers(model: Any, factor: float) -> None:
             part.div_(scales.expand(heads, count, dim).reshape(-1, *[1] * (part.dim() - 1)))
 
 
+@torch.no_grad()
+def add_biases(model: Any, norm: float) -> None:
+    """Adds biases of this norm to some 15% of the channels of each layer's keys."""
+    generator = torch.Generator().manual_seed(1)
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias
+        more = torch.randn(bias.shape, generator=generator)
+        more *= torch.rand(bias.shape, generator=generator) < 0.15
+        bias.add_(more * (norm / more.norm()))
+
+
 class Divergence(Bench):
     """A `Bench` that judges by the predictions of each token, which shows small losses."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         add_outliers(self.model, args.outliers)
+        add_biases(self.model, args.biases)
         self.texts = held_out_ids(self.tokenizer, PROMPT + SCORED, args.texts)
 
     def line(self, name: str, recipe: kvpass.Recipe) -> str:
