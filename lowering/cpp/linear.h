@@ -6,10 +6,10 @@
 
 namespace {
 
-// Outputs first ... first + ROWS of all tokens; those from a.outputs on are not there. Each has as
-// many sums as hide how long an addition takes.
+// Outputs first ... first + ROWS of all tokens; those from a.outputs on are not there. Few have
+// several sums each, which hide how long an addition takes.
 template <int ROWS, class A> void linear_rows(const A& a, const float* x, int64_t first) {
-  constexpr int SUMS = A::TOKENS == 1 && ROWS == 1 ? 4 : 2, STEP = SUMS * LANES;
+  constexpr int SUMS = ROWS > 1 ? 1 : A::TOKENS > 1 ? 2 : 4, STEP = SUMS * LANES;
   const typename A::Weight* rows[ROWS];
   for (int r = 0; r < ROWS; r++)
     rows[r] = a.weight + std::min<int64_t>(first + r, a.outputs - 1) * a.inputs;
@@ -51,15 +51,18 @@ template <class A> void linear(const A& a) {
   if constexpr (std::is_same_v<Scalar, float>) {
     x = a.x;
   } else {
-    wide.resize(A::TOKENS * a.inputs);
-    for (size_t i = 0; i < wide.size(); i++) wide[i] = to_float(a.x[i]);
+    const int64_t count = A::TOKENS * a.inputs;
+    wide.resize(count);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store<LANES>(&wide[i], load_numbers<LANES>(a.x + i));
+    for (; i < count; i++) wide[i] = to_float(a.x[i]);
     x = wide.data();
   }
   // Memory is fastest in one stream. Tokens that the first cache does not hold are read for several
   // rows at a time.
   constexpr int64_t HELD = 8192;
   if (A::TOKENS == 1 || A::TOKENS * a.inputs <= HELD) linear_blocks<1>(a, x);
-  else linear_blocks<4>(a, x);
+  else linear_blocks<LANES / 4>(a, x);
 }
 
 }  // namespace

@@ -57,8 +57,10 @@ def unsupported_reason(
         return f"it has {tokens or 'any number of'} tokens; C++ takes 1 to {MOST_TOKENS}"
     if any(map(is_subclass, plain)):
         return f"the weight is {type(weight).__name__}"
-    if len({t.dtype for t in plain}) > 1 or not weight.is_contiguous():
-        return "the weight is not contiguous, or of another dtype than the tokens"
+    if len({t.dtype for t in plain}) > 1:
+        return "the weight, or the bias, is of another dtype than the tokens"
+    if not all(t.is_contiguous() for t in (weight, bias) if t is not None):
+        return "the weight, or the bias, is not contiguous"
     if scale is not None and (scale.dtype, weight.dtype) != (torch.float32, torch.int8):
         return f"the weight is {weight.dtype} with scales in {scale.dtype}; C++ takes int8, float32"
     if weight.numel() * weight.element_size() < _LEAST_BYTES:

@@ -66,7 +66,7 @@ def test_gaps_between_tokens():
     [
         (randn(5, 256), randn(256, 256), "it has 5 tokens; C++ takes 1 to 4"),
         (randn(1, 256), randn(255, 256), "the weight is small: less than 262144 bytes"),
-        (randn(1, 256), randn(256, 256).T, "the weight is not contiguous"),
+        (randn(1, 256), randn(256, 256).T, "the weight, or the bias, is not contiguous"),
         (randn(1, 256), randn(256, 512, dtype=torch.bfloat16), "of another dtype than the tokens"),
         (randn(1, 256).double(), randn(256, 256).double(), "torch.float64 is not supported"),
     ],
