@@ -51,7 +51,7 @@ class FewTokenLinear(Rule):
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
-    """Those of the op; the parts of a weight of torchao are read from it."""
+    """Arguments of the op; the parts of a weight of torchao are read from it."""
     x, weight, *bias = node.args
     assert isinstance(weight, Node)
     if not _scales_rows(weight.meta["example_value"]):
