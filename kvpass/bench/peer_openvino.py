@@ -20,7 +20,7 @@ _PRECISIONS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16
 _TRACED = 3
 
 
-class _Stateless(torch.nn.Module):
+class Stateless(torch.nn.Module):
     """The model with keys and values as inputs and outputs.
 
     They pass an index of sequences, as beam search has it: without one OpenVINO's CPU plugin does
@@ -55,7 +55,7 @@ def write_model(setting: Setting, model: Any, folder: Path) -> Path:
     shape = setting.shape
     past = [torch.zeros(1, shape.kv_heads, _TRACED, shape.head_dim)] * (2 * shape.layers)
     example = setting.ids(_TRACED), torch.zeros(1, dtype=torch.int32), *past
-    traced = _Stateless(copy.deepcopy(model).float()).eval()
+    traced = Stateless(copy.deepcopy(model).float()).eval()
     ir = openvino.convert_model(traced, example_input=example)
     names = ["ids", "beams", *(f"past.{i}" for i in range(len(past)))]
     sizes = [[1, -1], [1], *([1, shape.kv_heads, -1, shape.head_dim] for _ in past)]

@@ -197,7 +197,8 @@ class _PeerDecoding:
         if setting.device.type != "cpu" or setting.batch != 1:
             raise OptionError("Peers are measured on the CPU and with batch 1 only.")
         if setting.config.model_type != "llama":
-            raise OptionError("Peers are measured with Llamas only.")
+            kind = setting.config.model_type
+            raise OptionError(f"Peers are measured with Llamas only, not with '{kind}'.")
 
     def filled(self, subject: _Subject) -> Decode:
         """The runtime behind the prompt."""
