@@ -1,4 +1,4 @@
-"""llama.cpp as a peer of `kvpass bench decode`: the model as a GGUF file, and its decode steps."""
+"""llama.cpp as a peer of ``kvpass bench decode``: the model as a GGUF file, and its steps."""
 
 from __future__ import annotations
 
@@ -29,20 +29,18 @@ def interleaved(x: Tensor, heads: int) -> Tensor:
 
 
 def write_model(setting: Setting, model: Any, folder: Path) -> Path:
-    """The GGUF file of a Llama in the setting's dtype; norms are float32, as llama.cpp asks.
+    """Writes the GGUF file of a Llama in the setting's dtype; norms are float32, as llama.cpp asks.
 
     Raises:
-        OptionError: if the model is no Llama with plain RoPE.
+        OptionError: if its RoPE is not the plain one.
     """
     import gguf
 
     config = setting.config
     rope = config.rope_parameters
-    if config.model_type != "llama" or rope["rope_type"] != "default":
-        raise OptionError(
-            "llama.cpp is measured with Llamas of plain RoPE, not "
-            f"model_type='{config.model_type}' with rope_type='{rope['rope_type']}'."
-        )
+    if rope["rope_type"] != "default":
+        kind = rope["rope_type"]
+        raise OptionError(f"llama.cpp is measured with rope_type='default' only, not '{kind}'.")
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(setting.shape.layers)
@@ -84,10 +82,10 @@ def stored_tensor(name: str, x: Tensor, heads: int, kv_heads: int) -> Tensor:
 
 
 def start(path: Path, setting: Setting, cache: str, room: int) -> Callable[[Tensor], Tensor]:
-    """What decodes token ids ``[1, n]`` behind all earlier ones, to logits ``[1, V]``.
+    """Loads the model; what decodes ids ``[1, n]`` behind all earlier ones, to logits ``[1, V]``.
 
     Args:
-        path: of the file.
+        path: of the GGUF file.
         setting: the task.
         cache: the type of keys and values. All but a plain ``f16`` need flash attention.
         room: tokens that the cache can hold.
