@@ -112,6 +112,7 @@ def attention(
 @click.option(
     "--peers",
     type=ListOf(click.STRING),
+    metavar="NAME,...",
     default=(),
     help="Other runtimes, on the CPU: llama.cpp, openvino; needs kvpass[peers] and --fill prompt.",
 )
