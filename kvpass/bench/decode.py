@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,11 +19,14 @@ from kvpass.bench.decoders import (
 from kvpass.bench.device import dtype_name, require_memory
 from kvpass.bench.filling import Setting
 from kvpass.bench.models import model_bytes, random_model
+from kvpass.bench.peers import PEERS, check_peers, peer_contenders
 from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
 from kvpass.bench.timing import Result, made_or_failing, measure
 
 _WARM_UP = 3
+# Threads of llama.cpp spin for 8 ms behind a step (measured), on cores that others need.
+_PAUSE_S = 0.02
 # Plain caches that are alive at once: three contenders and the reference.
 _PLAIN_CACHES = 4
 
@@ -33,6 +38,7 @@ def bench_decode(
     rounds: int = 20,
     *,
     go_on: bool = False,
+    peers: Sequence[str] = (),
 ) -> list[Result]:
     """Times decode steps of a model with random weights, with packed and with plain caches.
 
@@ -43,19 +49,23 @@ def bench_decode(
         recipes: names of recipes.
         rounds: timed steps of each contender.
         go_on: a recipe that fails becomes a result with a ``problem``.
+        peers: names of other runtimes to be measured as well. They compute the prompt themselves.
 
     Raises:
-        OptionError: if a recipe is not known, the model has layers that are not packed, or
-        memory does not suffice.
+        OptionError: if a recipe or a peer is not known, the model has layers that are not packed,
+        peers are asked for without a prompt, or memory does not suffice.
         PlanError: if a recipe does not fit the head dimension.
     """
     shape = setting.shape
+    check_peers(peers, setting)
     for name in recipes:
         check_recipe(name, shape.head_dim)
     plain = shape.plain_bytes(setting.batch, setting.context, setting.dtype)
     what = f"Decoding at {setting.context} tokens with batch {setting.batch}"
     weights = model_bytes(setting.config, setting.dtype)
-    require_memory(weights + _PLAIN_CACHES * plain, setting.device, what)
+    caches = _PLAIN_CACHES + sum(len(PEERS[name].caches) for name in peers)
+    weights *= 1 + sum(PEERS[name].copies for name in peers)
+    require_memory(weights + caches * plain, setting.device, what)
     torch.compiler.reset()
     model = random_model(setting.config, setting.dtype, setting.device)
     # A packed static cache takes a step more, by which it is packed.
@@ -71,7 +81,10 @@ def bench_decode(
         make = partial(packed_static_contender, setting, model, name, room)
         contenders.append(made_or_failing(f"kvpass {name}, StaticCache", make, go_on))
     contenders += plain_contenders(setting, model, room)
-    return measure(contenders, rounds, setting.device, warm_up=_WARM_UP)
+    with TemporaryDirectory(prefix="kvpass-peers-") as folder:
+        contenders += peer_contenders(peers, setting, model, room, Path(folder))
+        pause = _PAUSE_S if peers else 0.0
+        return measure(contenders, rounds, setting.device, warm_up=_WARM_UP, pause=pause)
 
 
 def decode_section(setting: Setting, results: Sequence[Result]) -> Section:

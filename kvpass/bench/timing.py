@@ -115,6 +115,7 @@ def measure(
     *,
     warm_up: int = 3,
     graphs: bool = False,
+    pause: float = 0.0,
 ) -> list[Result]:
     """Checks all contenders, then times those that are right, one call of each per round.
 
@@ -124,6 +125,7 @@ def measure(
         device: CUDA events time a GPU, ``timeit`` a CPU.
         warm_up: untimed calls after the checked ones.
         graphs: on a GPU, time replays of a CUDA graph of the calls: kernels without launches.
+        pause: seconds of idleness before each timed call, for threads of the call before to sleep.
     """
     results = [Result(c.name, c.tolerance, c.bytes_read, c.note) for c in contenders]
     timed: list[tuple[Result, Clock]] = []
@@ -138,6 +140,7 @@ def measure(
         bar.set_description("time")
         for _ in range(rounds):
             for result, clock in timed:
+                time.sleep(pause)
                 result.times_ms += (clock(),)
                 bar.update()
     return results

@@ -109,12 +109,20 @@ def attention(
 @click.option("--context", type=int, default=4096, help="Tokens in the cache.")
 @click.option("--fill", default="random", help="random, or prompt: a prefill.")
 @click.option("--inner", default="inductor", help="inductor or eager.")
+@click.option(
+    "--peers",
+    type=ListOf(click.STRING),
+    metavar="NAME,...",
+    default=(),
+    help="Other runtimes, on the CPU: llama.cpp, openvino; needs kvpass[peers] and --fill prompt.",
+)
 @_timing(rounds=20)
 def decode(
     model: str,
     context: int,
     fill: str,
     inner: str,
+    peers: list[str],
     recipes: list[str],
     rounds: int,
     batch: list[int],
@@ -132,7 +140,7 @@ def decode(
     device, dtype = _device_and_dtype(**where)
     config = written_config(model)
     settings = [Setting(config, context, b, dtype, device, fill, inner) for b in batch]
-    runs = [(s, bench_decode(s, recipes, rounds)) for s in settings]
+    runs = [(s, bench_decode(s, recipes, rounds, peers=peers)) for s in settings]
     rows = [row for s, results in runs for row in decode_json(s, results)]
     code = _report("decode", (decode_section(s, results) for s, results in runs), json, rows)
     if plot:

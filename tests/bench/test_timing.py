@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvpass.bench import timing
 from kvpass.bench.report import Section, number, timing_cells
 from kvpass.bench.timing import Contender, measure
 
@@ -31,6 +32,13 @@ def test_contenders_take_turns_on_rotating_buffers():
     assert log[3:] == turns
     assert len(a.times_ms) == len(b.times_ms) == 3
     assert a.first_call_s > 0
+
+
+def test_a_pause_before_each_timed_call(monkeypatch):
+    log = []
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: log.append(seconds))
+    measure([contender("a", log), contender("b", log)], 1, CPU, warm_up=0, pause=0.5)
+    assert log == [("a", 0), ("b", 0), 0.5, ("a", 0), 0.5, ("b", 0)]
 
 
 @pytest.mark.parametrize("value", [0.6, float("nan"), float("inf")])

@@ -1,0 +1,118 @@
+"""OpenVINO as a peer of ``kvpass bench decode``: the model as a stateful IR, and its steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvpass.bench.device import dtype_name
+from kvpass.bench.filling import Setting, step
+from kvpass.errors import OptionError
+
+_PRECISIONS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+# Tokens of the past and of the step while the model is traced; the IR takes any number.
+_TRACED = 3
+
+
+class Stateless(torch.nn.Module):
+    """The model with keys and values as inputs and outputs.
+
+    They pass an index of sequences, as beam search has it: without one OpenVINO's CPU plugin does
+    not recognize caches, and computes attention op by op in the model's own precision.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, beams: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+        """Logits ``[1, V]`` of the last token, and all keys and values."""
+        cache = DynamicCache(config=self.model.config)
+        held = [x.index_select(0, beams) for x in past]
+        for layer, keys, values in zip(cache.layers, held[::2], held[1::2], strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+        logits = step(self.model, ids, cache)
+        return logits, *(x for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def write_model(setting: Setting, model: Any, folder: Path) -> Path:
+    """Writes the IR, whose states are keys and values ``[1, H, T, D]`` and begin empty.
+
+    Its weights have the setting's precision and are stored in float32: the CPU plugin rounds them
+    back, and keeps in float32 what may not be rounded, such as RoPE's angles.
+    """
+    import numpy
+    import openvino
+    from openvino.passes import MakeStateful, Manager
+
+    shape = setting.shape
+    past = [torch.zeros(1, shape.kv_heads, _TRACED, shape.head_dim)] * (2 * shape.layers)
+    example = setting.ids(_TRACED), torch.zeros(1, dtype=torch.int32), *past
+    traced = Stateless(copy.deepcopy(model).float()).eval()
+    ir = openvino.convert_model(traced, example_input=example)
+    names = ["ids", "beams", *(f"past.{i}" for i in range(len(past)))]
+    sizes = [[1, -1], [1], *([1, shape.kv_heads, -1, shape.head_dim] for _ in past)]
+    for port, name, size in zip(ir.inputs, names, sizes, strict=True):
+        port.get_tensor().set_names({name})
+        port.get_node().set_partial_shape(openvino.PartialShape(size))
+    states = {name: f"new {name}" for name in names[2:]}
+    for port, name in zip(ir.outputs[1:], states.values(), strict=True):
+        port.get_tensor().set_names({name})
+    ir.validate_nodes_and_infer_types()
+    passes = Manager()
+    passes.register_pass(MakeStateful(states))
+    passes.run_passes(ir)
+    empty = numpy.zeros((1, shape.kv_heads, 0, shape.head_dim), numpy.float32)
+    for node in ir.get_ops():
+        if node.get_type_name() == "ReadValue":
+            node.set_arguments([openvino.op.Constant(empty)])
+    ir.validate_nodes_and_infer_types()
+    path = folder / "model.xml"
+    openvino.save_model(ir, path, compress_to_fp16=False)
+    return path
+
+
+def start(path: Path, setting: Setting, cache: str, room: int) -> Callable[[Tensor], Tensor]:
+    """Loads the model; what decodes ids ``[1, n]`` behind all earlier ones, to logits ``[1, V]``.
+
+    Args:
+        path: of the IR.
+        setting: the task.
+        cache: the precision of keys and values.
+        room: is not needed: states grow.
+
+    Raises:
+        OptionError: if the CPU plugin does not compute in the setting's dtype or does not keep
+        such a cache.
+    """
+    import numpy
+    import openvino
+
+    precision = _PRECISIONS[setting.dtype]
+    wanted = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": cache}
+    threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    compiled = openvino.Core().compile_model(path, "CPU", wanted | threads)
+    used = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+    if used != precision:
+        raise OptionError(f"OpenVINO computes in {used} here, not in {dtype_name(setting.dtype)}.")
+    # Attention that was not recognized is computed by other ops, from states that are not packed.
+    kinds = [
+        op.get_rt_info()["layerType"].astype(str) for op in compiled.get_runtime_model().get_ops()
+    ]
+    if kinds.count("ScaledDotProductAttention") != setting.shape.layers:
+        raise OptionError(f"OpenVINO does not keep this model's cache in {cache}.")
+    request = compiled.create_infer_request()
+    beams = numpy.zeros(1, numpy.int32)
+
+    def decode(ids: Tensor) -> Tensor:
+        logits = request.infer({"ids": ids.numpy(), "beams": beams})[0]
+        return torch.from_numpy(logits)
+
+    return decode
