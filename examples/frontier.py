@@ -20,8 +20,8 @@ import torch
 
 import kvpass
 from examples.quickstart import SMALL_MODEL, load
-from examples.skvq_ablation import bits_of
-from examples.small_model_data import held_out_files, read_texts, training_files
+from examples.skvq_ablation import bits_of, training_texts
+from examples.small_model_data import held_out_files, read_texts
 from kvpass.bench.report import check_outputs
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.shapes import model_shape
@@ -69,8 +69,7 @@ def make_plans(
     model: Any, tokenizer: Any, budgets: Sequence[float], samples: int
 ) -> dict[str, kvpass.Plan]:
     """The plans of all methods, by name, and of `auto` for each budget."""
-    files = training_files()
-    texts = list(read_texts(files[:: max(1, len(files) // samples)]))
+    texts = training_texts(samples)
     auto, more = kvpass.recipe(AUTO), {"tokenizer": tokenizer, "samples": samples}
     assert isinstance(auto, Auto)
     scores = kvpass.score(model, auto, texts, **more)

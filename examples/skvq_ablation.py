@@ -79,11 +79,6 @@ class Bench:
         plain = self.row("", None)
         print(f"plain: perplexity {plain.perplexity:.3f}, recall {plain.recall:.1%}", flush=True)
 
-    def training_texts(self) -> list[str]:
-        """What is calibrated on."""
-        files = training_files()
-        return list(read_texts(files[:: max(1, len(files) // self.samples)]))
-
     def plan(self, recipe: kvpass.Recipe) -> kvpass.Plan:
         """The recipe's plan, calibrated if it asks for that."""
         if not recipe.calibrated:
@@ -92,7 +87,7 @@ class Bench:
         plan = kvpass.calibrate(
             self.model,
             recipe,
-            self.training_texts(),
+            training_texts(self.samples),
             tokenizer=self.tokenizer,
             samples=self.samples,
         )
@@ -113,6 +108,12 @@ class Bench:
             perplexity(self.model, self.texts, PROMPT, cache),
             recall_accuracy(self.model, self.recall, cache),
         )
+
+
+def training_texts(samples: int) -> list[str]:
+    """So many texts, or some more, to calibrate on."""
+    files = training_files()
+    return list(read_texts(files[:: max(1, len(files) // samples)]))
 
 
 def bits_of(plan: kvpass.Plan, config: Any) -> float:

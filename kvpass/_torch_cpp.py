@@ -37,14 +37,16 @@ def _code_cache() -> Any:
 def is_cut_off(path: str) -> bool:
     """Whether a library in the ELF format ends before the table of its sections, which linkers
     write last."""
-    data = Path(path).read_bytes()
+    length = Path(path).stat().st_size
     if sys.platform != "linux":
-        return not data
-    if len(data) < 64 or data[:4] != b"\x7fELF":
+        return not length
+    with open(path, "rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
         return True
-    (table,) = struct.unpack_from("<Q", data, 40)
-    size, count = struct.unpack_from("<HH", data, 58)
-    return bool(len(data) < table + size * count)
+    (table,) = struct.unpack_from("<Q", header, 40)
+    size, count = struct.unpack_from("<HH", header, 58)
+    return bool(length < table + size * count)
 
 
 @cache
@@ -64,7 +66,6 @@ def load_cpp(source: str, flags: Sequence[str]) -> Any:
     try:
         return own.load(text, extra_flags=tuple(flags))
     except _DamagedLibraryError:
-        own.cache.clear()
         return own.load(text, extra_flags=tuple(flags))
 
 

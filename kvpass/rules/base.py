@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.fx import Graph, Node
 
@@ -79,6 +79,14 @@ class Context:
     refused: dict[Node, str] = field(default_factory=dict)
     replayed: bool = False
     served_by: ServedBy = lambda node: ("aten", ())
+
+    def provider_of(self, node: Node, target: Any, arguments: tuple[Any, ...]) -> str:
+        """The name of the provider that ``target`` would be lowered to in the place of ``node``."""
+        with self.graph.inserting_before(node):
+            trial = self.graph.call_function(target, arguments)
+        provider, _ = self.served_by(trial)
+        self.graph.erase_node(trial)
+        return provider
 
     def replaced(self, origin: Node, packed: Node, basis: ChannelBasis | None) -> None:
         """Notes that ``packed`` stands for ``origin``, a cat or a static buffer of `sites`, and in

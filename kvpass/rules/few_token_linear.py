@@ -33,14 +33,10 @@ class FewTokenLinear(Rule):
         if torch.is_grad_enabled() and any(x.requires_grad for x in examples):
             return None
         with context.graph.inserting_before(node):
-            trial = context.graph.call_function(_FUSED, _arguments(node))
-        provider, _ = context.served_by(trial)
-        parts = [n for n in trial.all_input_nodes if n.target is getattr]
-        arguments = trial.args
-        context.graph.erase_node(trial)
-        if provider != "aten":
+            arguments = _arguments(node)
+        if context.provider_of(node, _FUSED, arguments) != "aten":
             return {"arguments": arguments}
-        for part in parts:
+        for part in {n for n in arguments if isinstance(n, Node)}.difference(node.all_input_nodes):
             context.graph.erase_node(part)
         return None
 

@@ -11,32 +11,21 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import constant, is_subclass
-from lowering.cpp.constants import DTYPES, unsupported_device
+from lowering.cpp.constants import unsupported_device
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
-from lowering.cpp.structs import Struct, arguments_name
+from lowering.cpp.structs import LINEAR
 
 MOST_TOKENS = 4
 # Bytes of a weight: below, the call takes longer than reading it.
 _LEAST_BYTES = 2**18
 # Bytes that a thread has to read: starting one takes as long.
 _BYTES_PER_THREAD = 2**16
-_STRUCT = Struct(
-    arguments_name("linear"),
-    (
-        ("const Scalar*", "x"),
-        ("const LinearWeight*", "weight"),
-        ("const Scalar*", "bias"),
-        ("const float*", "scale"),
-        ("Scalar*", "out"),
-        *(("int64_t", name) for name in ("outputs", "inputs", "threads")),
-    ),
-)
 
 
 @cache
 def _source(tokens: int, dtype: torch.dtype, scaled: bool) -> str:
     weight = f"using LinearWeight = {'int8_t' if scaled else 'Scalar'};"
-    struct = _STRUCT.declaration(
+    struct = LINEAR.declaration(
         "using Element = Scalar", "using Weight = LinearWeight", TOKENS=tokens
     )
     return source(["linear.h"], ["linear"], [weight, struct], lanes=native_lanes(), dtype=dtype)
@@ -65,8 +54,9 @@ def unsupported_reason(
         return f"the weight is {weight.dtype} with scales in {scale.dtype}; C++ takes int8, float32"
     if weight.numel() * weight.element_size() < _LEAST_BYTES:
         return f"the weight is small: less than {_LEAST_BYTES} bytes"
-    text = _source(tokens, x.dtype, scale is not None) if x.dtype in DTYPES else ""
-    return unsupported_device(x) or unsupported_compiler("linear", text)
+    return unsupported_device(x) or unsupported_compiler(
+        "linear", _source(tokens, x.dtype, scale is not None)
+    )
 
 
 def linear(
@@ -80,7 +70,5 @@ def linear(
     tokens, x = x.numel() // inputs, x.contiguous()
     numbers = scale if scale is None else scale.contiguous()
     addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, numbers, out))
-    _function(tokens, x.dtype, scale is not None)(
-        _STRUCT.pack(*addresses, outputs, inputs, threads)
-    )
+    _function(tokens, x.dtype, scale is not None)(LINEAR.pack(*addresses, outputs, inputs, threads))
     return out

@@ -166,6 +166,18 @@ def tensor_structs(plan: str) -> dict[str, Struct]:
     return {op: Struct(arguments_name(op), parts) for op, parts in members.items()}
 
 
+# A weight is of the tokens' type, or int8 with a scale for each row.
+LINEAR = Struct(
+    arguments_name("linear"),
+    (
+        ("const Scalar*", "x"),
+        ("const LinearWeight*", "weight"),
+        ("const Scalar*", "bias"),
+        ("const float*", "scale"),
+        ("Scalar*", "out"),
+        *_numbers("outputs", "inputs", "threads"),
+    ),
+)
 _SEGMENT = (
     ("const int32_t*", "positions"),
     *_numbers("positions_count", "segments", "segment"),
