@@ -68,13 +68,11 @@ class Kernel(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Vectors no wider than a plane of words, or than the rows that fill them: they would be
-        mostly padding. What is decoded first may be so for the time of that."""
+        """Numbers in a vector: no more than fill it."""
         lanes = native_lanes()
         if self.rows > _GEMV_ROWS:
             return min(lanes, self.rows)
-        width = min(2 * c.width if c.dequant_first else c.width for c in self.constants)
-        while lanes > max(width, _FEWEST_LANES):
+        while lanes > _FEWEST_LANES and not all(c.fills(lanes) for c in self.constants):
             lanes //= 2
         return lanes
 

@@ -70,8 +70,8 @@ void decode(const X& state, int64_t pair, int64_t slot, int64_t count, Number* o
       for (int u = 0; u < some; u++)
         put(t + u, [&](auto plane, auto at) {
           using Span = typename Code::template Span<plane, at>;
-          return Affine{spread<Span>([&](int group) { return scales[group][u]; }),
-                        spread<Span>([&](int group) { return minima[group][u]; })};
+          return Affine{spread<Span>([&](int group) { return all(scales[group][u]); }),
+                        spread<Span>([&](int group) { return all(minima[group][u]); })};
         });
     }
   } else {

@@ -47,28 +47,39 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
          SHUFFLE(a, b, (I & DISTANCE ? LANES + I - DISTANCE : I + DISTANCE));
 }
 
-// Lane i is the sum of x[i]. Indices of register arrays are compile-time constants throughout:
-// otherwise compilers keep such arrays in memory.
-template <int N = LANES / 2> inline Floats lane_sums(Floats (&x)[LANES]) {
+// Lane s * COUNT + i is the sum of the s-th COUNT lanes of x[i]. Indices of register arrays are
+// compile-time constants throughout: otherwise compilers keep such arrays in memory.
+template <int COUNT, int N = COUNT / 2> inline Floats lane_sums(Floats (&x)[COUNT]) {
   constexpr auto LANE = std::make_integer_sequence<int, LANES>{};
-  if constexpr (N >= LANES / 4) {
+  static_assert(COUNT >= 4);
+  if constexpr (N >= COUNT / 4) {
     each<0, N>([&](auto i) { x[i] = add_pairs(x[2 * i], x[2 * i + 1], LANE); });
   } else {
     // Lanes 4 * i ... 4 * i + 3 of every vector are parts of four sums.
     each<0, N>([&](auto i) { x[i] = fold<4 * N>(x[i], x[i + N], LANE); });
   }
-  if constexpr (N > 1) return lane_sums<N / 2>(x);
+  if constexpr (N > 1) return lane_sums<COUNT, N / 2>(x);
   return x[0];
 }
 
-// COUNT numbers, over and over.
+// Lane i: number i / (LANES / COUNT).
 template <int COUNT, int... I>
-inline Floats repeat(const float* numbers, std::integer_sequence<int, I...>) {
+inline Floats stretch(const float* numbers, std::integer_sequence<int, I...>) {
   const Floats x = load<Floats, COUNT>(numbers);
+  return SHUFFLE(x, x, (I / (LANES / COUNT)));
+}
+template <int COUNT> inline Floats stretch(const float* numbers) {
+  if constexpr (COUNT == 1) return all(*numbers);
+  return stretch<COUNT>(numbers, std::make_integer_sequence<int, LANES>{});
+}
+
+// The first COUNT lanes, over and over.
+template <int COUNT, int... I> inline Floats repeat(Floats x, std::integer_sequence<int, I...>) {
   return SHUFFLE(x, x, (I % COUNT));
 }
-template <int COUNT> inline Floats repeat(const float* numbers) {
-  return repeat<COUNT>(numbers, std::make_integer_sequence<int, LANES>{});
+template <int COUNT> inline Floats repeat(Floats x) {
+  return repeat<COUNT>(x, std::make_integer_sequence<int, LANES>{});
 }
+
 
 }  // namespace

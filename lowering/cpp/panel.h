@@ -10,6 +10,7 @@ constexpr int size_if(bool needed, int size) { return needed ? size : 1; }
 
 // Query rows as the scores of packed keys need them: vectors in the order of Code::each_place, whose
 // factors are units of the codes, and, where groups are of tokens, what minima add, lane by lane.
+// Vectors hold a plane once for each of the tokens that a vector of words holds.
 template <class A> struct Query {
   alignas(64) float vectors[A::ROWS][size_if(A::K::DIRECT, A::K::Code::SIZE)];
   Floats offset[A::ROWS];
@@ -43,7 +44,9 @@ template <class A> struct Panel {
     const Row& row = rows[r];
     for (int d = 0; d < V::DIM; d++) {
       float value = row.exact[d];
-      if constexpr (V::DIRECT) value += row.packed[d / Code::WIDTH * Code::PADDED + d % Code::WIDTH];
+      if constexpr (V::DIRECT)
+        for (int t = 0; t < Code::TOKENS; t++)
+          value += row.packed[d / Code::WIDTH * Code::PADDED + t * Code::WIDTH + d % Code::WIDTH];
       result[d] += factor * value;
     }
   }

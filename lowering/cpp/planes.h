@@ -12,6 +12,9 @@ template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
   static constexpr int DIM = DIM_, GROUPS = PERIOD / RUN, COUNT = Codes::COUNT;
   static constexpr int WIDTH = Codes::width(DIM), WORDS = Codes::PARTS * WIDTH;
   static constexpr int PADDED = round_up(WIDTH, LANES), SIZE = COUNT * PADDED;
+  // Tokens that one vector of words holds, if several: their words lie one behind the other.
+  static constexpr bool SEVERAL = Codes::PARTS == 1 && WIDTH >= 4 && LANES % WIDTH == 0;
+  static constexpr int TOKENS = SEVERAL ? LANES / WIDTH : 1;
 
   // Channels in the vector of a plane from `at` on: the last plane may not be full.
   static constexpr int channels(int plane, int at) {
@@ -25,13 +28,13 @@ template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
 
   static constexpr int group(int channel) { return std::min(channel % PERIOD / RUN, GROUPS - 1); }
 
-  // The groups of such a vector's first and last channel; border(g): its channels before group g.
+  // The groups of such a vector's first and last channel; before(g): its channels before group g.
   template <int PLANE, int AT> struct Span {
     static constexpr int CHANNEL = (PLANE * WIDTH + AT) % PERIOD;
     static constexpr int COUNT = std::max(1, channels(PLANE, AT));
     static constexpr int FIRST = group(CHANNEL), LAST = group(CHANNEL + COUNT - 1);
     static_assert(FIRST <= LAST);
-    static constexpr int border(int group) { return group * RUN - CHANNEL; }
+    static Ints before(int group) { return lane_numbers() % (LANES / TOKENS) < group * RUN - CHANNEL; }
   };
 
   // Where such a vector stands in the order in which chains are read.
@@ -69,12 +72,11 @@ template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
   }
 };
 
-// One number per group, for the channels of a vector.
+// Vectors of one number per group, for the channels of a vector.
 template <class Span, class Number> inline Floats spread(const Number& of_group) {
-  Floats x = all(of_group(Span::FIRST));
+  Floats x = of_group(Span::FIRST);
   each<Span::FIRST + 1, Span::LAST + 1>([&](auto group) {
-    constexpr int BORDER = Span::border(group);
-    x = select(lane_numbers() < BORDER, x, all(of_group(group)));
+    x = select(Span::before(group), x, of_group(group));
   });
   return x;
 }

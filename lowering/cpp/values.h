@@ -69,7 +69,7 @@ void packed_values(
     Panel<A>& panel) {
   using Values = typename A::V::Code;
   using Codes = typename Values::Codes;
-  constexpr int ROWS = A::ROWS, BLOCK = Block<A>::SIZE;
+  constexpr int ROWS = A::ROWS, BLOCK = Block<A>::SIZE, HELD = Values::TOKENS;
   constexpr int PLANES = std::min(SUMMED<A>, Codes::DEPTH);
   constexpr int PARTS = Codes::CHAINS * round_up(Codes::DEPTH, PLANES) / PLANES;
   each_vector<Values::WIDTH>([&](auto at, auto width) {
@@ -83,26 +83,39 @@ void packed_values(
       constexpr int SHARES = round_up(Values::WIDTH, LANES) / LANES * PARTS;
       constexpr int SHARE = at / LANES * PARTS + part;
       const uint16_t* ahead = values + (BLOCK * SHARES + SHARE * count) * Values::WORDS / SHARES;
-      const auto& weights = block.weights;
-      for (int t = 0, place = first; t < count; t++, place++, values += Values::WORDS) {
-        Values::template prefetch<SHARES>(ahead + t * Values::WORDS / SHARES);
+      const auto add = [&](const uint16_t* tokens, int place) __attribute__((always_inline)) {
         Codes words;
-        words.template start<CHAIN, STEP, at, width>(values, Values::WIDTH);
+        constexpr int SIZE = HELD > 1 ? LANES : (int)width;
+        words.template start<CHAIN, STEP, at, SIZE>(tokens, Values::WIDTH);
         each<0, HERE>([&](auto j) {
           constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
           using Span = typename Values::template Span<PLANE, at>;
           const Floats code = shifted_code<PLANE>(words);
           words.next();
           each<0, ROWS>([&](auto r) {
-            out[j][r] += code * spread<Span>([&](int group) { return weights[r][group][place]; });
+            out[j][r] += code * spread<Span>([&](int group) {
+              return stretch<HELD>(block.weights[r][group] + place);
+            });
           });
         });
+      };
+      int t = 0;
+      for (; t + HELD <= count; t += HELD, values += HELD * Values::WORDS) {
+        Values::template prefetch<SHARES>(ahead + t * Values::WORDS / SHARES);
+        add(values, first + t);
+      }
+      if (t < count) {
+        // What is beyond may be nobody's memory; its weights count for nothing.
+        uint16_t rest[HELD * Values::WORDS]{};
+        std::memcpy(rest, values, (count - t) * Values::WORDS * sizeof *values);
+        add(rest, first + t);
       }
       each<0, HERE>([&](auto j) {
         constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
         using Span = typename Values::template Span<PLANE, at>;
         each<0, ROWS>([&](auto r) {
-          const Floats base = spread<Span>([&](int g) { return block.base[r][g]; });
+          Floats base = spread<Span>([&](int g) { return all(block.base[r][g]); });
+          if constexpr (HELD > 1) base = select(lane_numbers() < Values::WIDTH, base, Floats{});
           float* total = panel.rows[r].packed + PLANE * Values::PADDED + at;
           const Floats added = base + out[j][r] * unit<Codes>(PLANE);
           store<LANES>(total, load<Floats, LANES>(total) + added);
