@@ -18,9 +18,8 @@ template <int N = LANES / 2, class Join> inline float join_lanes(Floats x, const
   return x[0];
 }
 
-inline float sum(Floats x) {
-  return join_lanes(x, [](Floats a, Floats b) { return a + b; });
-}
+template <class Vector> inline Vector add(Vector a, Vector b) { return a + b; }
+inline float sum(Floats x) { return join_lanes(x, add<Floats>); }
 
 // The lanes in which a comparison holds, as bits.
 inline uint32_t bits_of_lanes(Ints holds) {
@@ -35,25 +34,26 @@ inline uint32_t bits_of_lanes(Ints holds) {
 #endif
 }
 
-// Lane i of every four: the sum of two neighbours, of a for i < 2, else of b.
-template <int... I> inline Floats add_pairs(Floats a, Floats b, std::integer_sequence<int, I...>) {
-  return SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0))) +
-         SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0) + 1));
+// Lane i of every four: two neighbours joined, of a for i < 2, else of b.
+template <class Vector, class Join, int... I>
+inline Vector join_pairs(Vector a, Vector b, const Join& join, std::integer_sequence<int, I...>) {
+  return join(SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0))),
+              SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0) + 1)));
 }
 // Lanes with a zero bit DISTANCE: the sum of that lane of a and the one DISTANCE on; else of b.
-template <int DISTANCE, int... I>
-inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
+template <int DISTANCE, class Vector, int... I>
+inline Vector fold(Vector a, Vector b, std::integer_sequence<int, I...>) {
   return SHUFFLE(a, b, (I & DISTANCE ? LANES + I : I)) +
          SHUFFLE(a, b, (I & DISTANCE ? LANES + I - DISTANCE : I + DISTANCE));
 }
 
 // Lane s * COUNT + i is the sum of the s-th COUNT lanes of x[i]. Indices of register arrays are
 // compile-time constants throughout: otherwise compilers keep such arrays in memory.
-template <int COUNT, int N = COUNT / 2> inline Floats lane_sums(Floats (&x)[COUNT]) {
+template <int COUNT, int N = COUNT / 2, class Vector> inline Vector lane_sums(Vector (&x)[COUNT]) {
   constexpr auto LANE = std::make_integer_sequence<int, LANES>{};
   static_assert(COUNT >= 4);
   if constexpr (N >= COUNT / 4) {
-    each<0, N>([&](auto i) { x[i] = add_pairs(x[2 * i], x[2 * i + 1], LANE); });
+    each<0, N>([&](auto i) { x[i] = join_pairs(x[2 * i], x[2 * i + 1], add<Vector>, LANE); });
   } else {
     // Lanes 4 * i ... 4 * i + 3 of every vector are parts of four sums.
     each<0, N>([&](auto i) { x[i] = fold<4 * N>(x[i], x[i + N], LANE); });
@@ -63,14 +63,32 @@ template <int COUNT, int N = COUNT / 2> inline Floats lane_sums(Floats (&x)[COUN
 }
 
 // Lane i: number i / (LANES / COUNT).
-template <int COUNT, int... I>
-inline Floats stretch(const float* numbers, std::integer_sequence<int, I...>) {
-  const Floats x = load<Floats, COUNT>(numbers);
+template <int COUNT, class Vector, class Number, int... I>
+inline Vector stretch(const Number* numbers, std::integer_sequence<int, I...>) {
+  const Vector x = load<Vector, COUNT>(numbers);
   return SHUFFLE(x, x, (I / (LANES / COUNT)));
 }
 template <int COUNT> inline Floats stretch(const float* numbers) {
   if constexpr (COUNT == 1) return all(*numbers);
-  return stretch<COUNT>(numbers, std::make_integer_sequence<int, LANES>{});
+  return stretch<COUNT, Floats>(numbers, std::make_integer_sequence<int, LANES>{});
+}
+
+// Lane i: all lanes of x[i / (LANES / ROWS)] joined, for 1, 2 or 4 ROWS.
+template <int STEP, int ROWS, int... I>
+inline Floats every(Floats x, std::integer_sequence<int, I...>) {
+  return SHUFFLE(x, x, (I / (LANES / ROWS) * STEP));
+}
+template <int ROWS, class Join> inline Floats join_rows(const Floats (&x)[ROWS], const Join& join) {
+  constexpr auto LANE = std::make_integer_sequence<int, LANES>{};
+  Floats all = x[0];
+  if constexpr (ROWS == 4)
+    all = join_pairs(join_pairs(x[0], x[1], join, LANE), join_pairs(x[2], x[3], join, LANE), join, LANE);
+  if constexpr (ROWS == 2) all = join_pairs(x[0], x[1], join, LANE);
+  if constexpr (ROWS <= 2) all = join(all, swap_lanes<1>(all, LANE));
+  if constexpr (ROWS == 1) all = join(all, swap_lanes<2>(all, LANE));
+  if constexpr (LANES > 4) all = join(all, swap_lanes<4>(all, LANE));
+  if constexpr (LANES > 8) all = join(all, swap_lanes<8>(all, LANE));
+  return every<4 / ROWS % 4, ROWS>(all, LANE);
 }
 
 // The first COUNT lanes, over and over.

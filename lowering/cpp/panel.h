@@ -1,6 +1,7 @@
 // What a few query rows have summed, and their scores for a block of tokens.
 #pragma once
 #include "block.h"
+#include "integers.h"
 #include "lanes.h"
 
 namespace {
@@ -8,13 +9,35 @@ namespace {
 // An array that only some kernels need has one element in the others.
 constexpr int size_if(bool needed, int size) { return needed ? size : 1; }
 
+// Whether codes of a model in 16 bits are multiplied as integers. What they are multiplied by (weights
+// times scales of a block of tokens, a query times scales of a group) is rounded to 1 / 65534 of the
+// largest of them: a float32 model would lose by it, these models round more than that themselves.
+template <class X>
+constexpr bool IN_INTEGERS = MULTIPLIES_PAIRS && X::DIRECT && sizeof(typename X::Element) == 2 &&
+                             X::Code::Codes::PAIRS && X::Code::WHOLE;
+
+// The same of keys: pairs are channels of one token, and those of a vector have one scale.
+template <class X> constexpr bool KEYS_IN_INTEGERS = IN_INTEGERS<X> && X::Code::paired();
+
 // Query rows as the scores of packed keys need them: vectors in the order of Code::each_place, whose
 // factors are units of the codes, and, where groups are of tokens, what minima add, lane by lane.
 // Vectors hold a plane once for each of the tokens that a vector of words holds.
-template <class A> struct Query {
+template <class A> struct FloatQuery {
   alignas(64) float vectors[A::ROWS][size_if(A::K::DIRECT, A::K::Code::SIZE)];
   Floats offset[A::ROWS];
 };
+
+// The same in integers. Lane r * TOKENS + u: what an integer of row r stands for, what minima add.
+template <class A> struct IntegerQuery {
+  using Code = typename A::K::Code;
+  // Words of a plane, or of a plane of TOKENS tokens, that fill vectors.
+  static constexpr int SPAN = std::max(Code::WIDTH, 2 * LANES), TOKENS = SPAN / Code::WIDTH;
+  alignas(64) int16_t integers[A::ROWS][Code::COUNT * SPAN];
+  Floats steps, offsets;
+};
+
+template <class A>
+using Query = std::conditional_t<KEYS_IN_INTEGERS<typename A::K>, IntegerQuery<A>, FloatQuery<A>>;
 
 // Query rows of a panel, and tokens that share the registers with them.
 template <class A> struct Panel {
@@ -63,6 +86,9 @@ template <class A> struct Block {
   // Weights of packed values times the scales of a group, and the sums of weights times minima.
   alignas(64) float weights[ROWS][V::Code::GROUPS][size_if(V::DIRECT, SIZE + V::SLIDING * LANES)];
   float base[ROWS][V::Code::GROUPS];
+  // The same weights as integers, and what one of them stands for.
+  alignas(64) int16_t integers[ROWS][V::Code::GROUPS][size_if(IN_INTEGERS<V>, SIZE + LANES)];
+  float steps[ROWS][V::Code::GROUPS];
   // Tokens that are decoded before they are multiplied.
   alignas(64) float keys[size_if(K::DEQUANT_FIRST, SIZE * STRIDE<K>)];
   alignas(64) float values[size_if(V::DEQUANT_FIRST, SIZE * STRIDE<V>)];

@@ -15,6 +15,16 @@ template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
   // Tokens that one vector of words holds, if several: their words lie one behind the other.
   static constexpr bool SEVERAL = Codes::PARTS == 1 && WIDTH >= 4 && LANES % WIDTH == 0;
   static constexpr int TOKENS = SEVERAL ? LANES / WIDTH : 1;
+  // No vector of words is partly filled.
+  static constexpr bool WHOLE = WIDTH % LANES == 0 || TOKENS > 1;
+
+  // Vectors of pairs are full, and each has channels of one group.
+  static constexpr bool paired() {
+    constexpr int SIZE = std::min(WIDTH, 2 * LANES);
+    for (int d = 0; d < DIM; d += SIZE)
+      if (group(d) != group(std::min(d + SIZE, DIM) - 1)) return false;
+    return WIDTH % SIZE == 0 && 2 * LANES % SIZE == 0 && SIZE >= 8;
+  }
 
   // Channels in the vector of a plane from `at` on: the last plane may not be full.
   static constexpr int channels(int plane, int at) {
@@ -73,8 +83,8 @@ template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
 };
 
 // Vectors of one number per group, for the channels of a vector.
-template <class Span, class Number> inline Floats spread(const Number& of_group) {
-  Floats x = of_group(Span::FIRST);
+template <class Span, class Number> inline auto spread(const Number& of_group) {
+  auto x = of_group(Span::FIRST);
   each<Span::FIRST + 1, Span::LAST + 1>([&](auto group) {
     x = select(Span::before(group), x, of_group(group));
   });

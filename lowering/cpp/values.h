@@ -44,7 +44,7 @@ void scale_weights(const Pair<A>& pair, int64_t slot, int first, int count, Bloc
   constexpr int ROWS = A::ROWS;
   const V& v = pair.a.v;
   for (int g = 0; g < V::Code::GROUPS; g++) {
-    Floats base[ROWS]{};
+    Floats base[ROWS]{}, tops[ROWS]{};
     for (int t = 0; t < count; t += LANES) {
       const auto* place = v.qparams_of(pair.pair) + g * v.capacity + slot + t;
       const Affine affine = load_affine<typename V::Number>(place, std::min(count - t, LANES));
@@ -55,70 +55,128 @@ void scale_weights(const Pair<A>& pair, int64_t slot, int first, int count, Bloc
         Floats weight = load<Floats, LANES>(block.scores[r] + first + t);
         if constexpr (V::SLIDING) weight = select(lane_numbers() < count - t, weight, Floats{});
         base[r] += weight * affine.minimum;
-        store<LANES>(block.weights[r][g] + first + t, weight * affine.scale);
+        weight *= affine.scale;
+        if constexpr (IN_INTEGERS<V>) tops[r] = maximum(tops[r], weight);
+        store<LANES>(block.weights[r][g] + first + t, weight);
       }
     }
-    for (int r = 0; r < ROWS; r++) block.base[r][g] = sum(base[r]);
+    const Floats bases = join_rows(base, add<Floats>);
+    each<0, ROWS>([&](auto r) { block.base[r][g] = bases[r * (LANES / ROWS)]; });
+    if constexpr (IN_INTEGERS<V>) {
+      const Steps steps(tops, limit_of(Block<A>::SIZE, V::MAX_CODE));
+      each<0, ROWS>([&](auto r) {
+        block.steps[r][g] = steps.step(r);
+        for (int t = first; t < first + count; t += LANES)
+          steps.store(r, block.integers[r][g] + t, load<Floats, LANES>(block.weights[r][g] + t));
+      });
+    }
   }
 }
+
+// Sums of codes times weights, of one token of each vector's place at a time.
+template <class A> struct FloatSums {
+  using Code = typename A::V::Code;
+  using Codes = typename Code::Codes;
+  static constexpr int TOKENS = Code::TOKENS;
+
+  Codes words;
+
+  template <int CHAIN, int STEP, int AT, int SIZE> void start(const uint16_t* tokens) {
+    words.template start<CHAIN, STEP, AT, TOKENS == 1 ? SIZE : LANES>(tokens, Code::WIDTH);
+  }
+  template <int PLANE> Floats next() {
+    const Floats code = shifted_code<PLANE>(words);
+    words.next();
+    return code;
+  }
+  static const auto& weights(const Block<A>& block) { return block.weights; }
+  static Floats read(const float* weights) { return stretch<TOKENS>(weights); }
+  static Floats add(Floats sums, Floats codes, Floats weights) { return sums + codes * weights; }
+  static float step(const Block<A>&, int, int) { return 1; }
+  static constexpr float unit(int plane) { return ::unit<Codes>(plane); }
+};
+
+// The same of two tokens, in integers.
+template <class A> struct IntegerSums {
+  using Code = typename A::V::Code;
+  static constexpr int TOKENS = 2 * Code::TOKENS;
+
+  Ints words;
+
+  template <int, int, int AT, int> void start(const uint16_t* tokens) {
+    words = load_pairs<std::min(Code::WIDTH, LANES)>(tokens + AT, Code::WORDS);
+  }
+  template <int PLANE> Ints next() { return Code::Codes::template pairs<PLANE>(words); }
+  static const auto& weights(const Block<A>& block) { return block.integers; }
+  static Ints read(const int16_t* weights) { return stretch_pairs<Code::TOKENS>(weights); }
+  static Ints add(Ints sums, Ints codes, Ints weights) { return add_products(sums, codes, weights); }
+  static float step(const Block<A>& block, int row, int group) { return block.steps[row][group]; }
+  static constexpr float unit(int) { return 1; }
+};
 
 // Adds packed values in `count` slots from `slot` on, for tokens first ... of the block.
 template <class A>
 void packed_values(
     const uint16_t* codes, int64_t slot, int first, int count, const Block<A>& block,
     Panel<A>& panel) {
-  using Values = typename A::V::Code;
+  using V = typename A::V;
+  using Values = typename V::Code;
   using Codes = typename Values::Codes;
-  constexpr int ROWS = A::ROWS, BLOCK = Block<A>::SIZE, HELD = Values::TOKENS;
+  using Sums = std::conditional_t<IN_INTEGERS<V>, IntegerSums<A>, FloatSums<A>>;
+  using Sum = decltype(Sums::read(nullptr));
+  constexpr int ROWS = A::ROWS, BLOCK = Block<A>::SIZE, TOKENS = Sums::TOKENS;
   constexpr int PLANES = std::min(SUMMED<A>, Codes::DEPTH);
   constexpr int PARTS = Codes::CHAINS * round_up(Codes::DEPTH, PLANES) / PLANES;
   each_vector<Values::WIDTH>([&](auto at, auto width) {
     each<0, PARTS>([&](auto part) {
       constexpr int CHAIN = part % Codes::CHAINS, STEP = part / Codes::CHAINS * PLANES;
       constexpr int HERE = std::min(PLANES, Codes::DEPTH - STEP);
-      Floats out[HERE][ROWS]{};
+      Sum out[HERE][ROWS]{};
       const uint16_t* values = codes + slot * Values::WORDS;
       // Each of these loops asks for its share, spread over its tokens: at once, lines would wait for
       // each other.
       constexpr int SHARES = round_up(Values::WIDTH, LANES) / LANES * PARTS;
       constexpr int SHARE = at / LANES * PARTS + part;
       const uint16_t* ahead = values + (BLOCK * SHARES + SHARE * count) * Values::WORDS / SHARES;
-      const auto add = [&](const uint16_t* tokens, int place) __attribute__((always_inline)) {
-        Codes words;
-        constexpr int SIZE = HELD > 1 ? LANES : (int)width;
-        words.template start<CHAIN, STEP, at, SIZE>(tokens, Values::WIDTH);
+      constexpr int STRIDE = sizeof Sums::weights(block)[0][0] / sizeof Sums::weights(block)[0][0][0];
+      const auto* weights = Sums::weights(block)[0][0] + first;
+      const auto add = [&](const uint16_t* tokens) __attribute__((always_inline)) {
+        Sums sums;
+        sums.template start<CHAIN, STEP, at, width>(tokens);
         each<0, HERE>([&](auto j) {
           constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
           using Span = typename Values::template Span<PLANE, at>;
-          const Floats code = shifted_code<PLANE>(words);
-          words.next();
+          const Sum code = sums.template next<PLANE>();
           each<0, ROWS>([&](auto r) {
-            out[j][r] += code * spread<Span>([&](int group) {
-              return stretch<HELD>(block.weights[r][group] + place);
+            const Sum weight = spread<Span>([&](int group) {
+              return Sums::read(weights + (r * Values::GROUPS + group) * STRIDE);
             });
+            out[j][r] = Sums::add(out[j][r], code, weight);
           });
         });
       };
       int t = 0;
-      for (; t + HELD <= count; t += HELD, values += HELD * Values::WORDS) {
+      for (; t + TOKENS <= count; t += TOKENS, weights += TOKENS) {
         Values::template prefetch<SHARES>(ahead + t * Values::WORDS / SHARES);
-        add(values, first + t);
+        add(values + t * Values::WORDS);
       }
       if (t < count) {
-        // What is beyond may be nobody's memory; its weights count for nothing.
-        uint16_t rest[HELD * Values::WORDS]{};
-        std::memcpy(rest, values, (count - t) * Values::WORDS * sizeof *values);
-        add(rest, first + t);
+        // Words beyond may be nobody's memory: zeros instead, whose weights count for nothing.
+        uint16_t rest[TOKENS * Values::WORDS]{};
+        std::memcpy(rest, values + t * Values::WORDS, (count - t) * Values::WORDS * sizeof *rest);
+        add(rest);
       }
       each<0, HERE>([&](auto j) {
         constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
         using Span = typename Values::template Span<PLANE, at>;
         each<0, ROWS>([&](auto r) {
           Floats base = spread<Span>([&](int g) { return all(block.base[r][g]); });
-          if constexpr (HELD > 1) base = select(lane_numbers() < Values::WIDTH, base, Floats{});
+          if constexpr (Values::TOKENS > 1)
+            base = select(lane_numbers() < Values::WIDTH, base, Floats{});
+          const Floats step = spread<Span>([&](int g) { return all(Sums::step(block, r, g)); });
           float* total = panel.rows[r].packed + PLANE * Values::PADDED + at;
-          const Floats added = base + out[j][r] * unit<Codes>(PLANE);
-          store<LANES>(total, load<Floats, LANES>(total) + added);
+          const Floats sum = __builtin_convertvector(out[j][r], Floats) * Sums::unit(PLANE);
+          store<LANES>(total, load<Floats, LANES>(total) + (base + sum * step));
         });
       });
     });

@@ -93,7 +93,9 @@ inline Ints pick(Ints x, Ints mask, Ints bits) {
 #endif
 }
 
-inline Floats select(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
+template <class Vector> inline Vector select(Ints condition, Vector yes, Vector no) {
+  return condition ? yes : no;
+}
 // The second argument if one of them is NaN, which is what instructions for this do.
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
@@ -101,7 +103,7 @@ inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 #if defined(__clang__)
 #define SHUFFLE(a, b, index) __builtin_shufflevector(a, b, index...)
 #else
-#define SHUFFLE(a, b, index) __builtin_shuffle(a, b, Ints{index...})
+#define SHUFFLE(a, b, index) __builtin_shuffle(a, b, decltype((a) == (a)){index...})
 #endif
 
 template <int N> using Constant = std::integral_constant<int, N>;

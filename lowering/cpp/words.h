@@ -25,6 +25,7 @@ template <int AT, int SIZE> inline Ints load_words(const uint16_t* token) {
 // Bits [j * BITS, (j + 1) * BITS) of a word are plane j.
 template <int BITS> struct Bits {
   static constexpr int COUNT = 16 / BITS, CHAINS = 1, DEPTH = COUNT, PARTS = 1;
+  static constexpr bool PAIRS = true;
   static constexpr int width(int dim) { return dim / COUNT; }
   static constexpr int plane(int, int step) { return step; }
   static constexpr int shift(int plane) { return BITS * plane; }
@@ -36,6 +37,10 @@ template <int BITS> struct Bits {
   }
   template <int PLANE> Ints shifted() const { return words & (((1 << BITS) - 1) << shift(PLANE)); }
   void next() {}
+  // Codes of two words in each lane, as two numbers.
+  template <int PLANE> static Ints pairs(Ints words) {
+    return words >> shift(PLANE) & ((1 << BITS) - 1) * 0x10001;
+  }
 
   template <int PLANE> static void put(Ints (&words)[PARTS], Ints code) {
     words[0] |= code << shift(PLANE);
@@ -45,6 +50,7 @@ template <int BITS> struct Bits {
 // Words of the low two bits of even planes, of those of odd planes, and of the high bits of all.
 struct ThreeBits {
   static constexpr int COUNT = 16, CHAINS = 2, DEPTH = 8, PARTS = 3;
+  static constexpr bool PAIRS = false;
   static constexpr int width(int dim) { return dim / COUNT; }
   static constexpr int plane(int chain, int step) { return 2 * step + chain; }
   static constexpr int shift(int plane) { return plane / 2 * 2; }
@@ -69,6 +75,7 @@ struct ThreeBits {
 // Words of the low and of the high halves of 32 bits: ten codes of 3 bits, then one of 2.
 struct Pack11 {
   static constexpr int COUNT = 11, CHAINS = 1, DEPTH = COUNT, PARTS = 2;
+  static constexpr bool PAIRS = false;
   static constexpr int width(int dim) { return (dim + COUNT - 1) / COUNT; }
   static constexpr int plane(int, int step) { return step; }
   // The last code's would be the sign.
@@ -99,6 +106,7 @@ constexpr int power_of_3(int n) { return n ? 3 * power_of_3(n - 1) : 1; }
 // Five base-3 digits in each byte of a word.
 struct Ternary {
   static constexpr int COUNT = 10, CHAINS = 2, DEPTH = 5, PARTS = 1;
+  static constexpr bool PAIRS = false;
   static constexpr int width(int dim) { return (dim + COUNT - 1) / COUNT; }
   static constexpr int plane(int chain, int step) { return chain * DEPTH + DEPTH - 1 - step; }
   static constexpr int shift(int) { return 21; }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowering.cpp.attention import attention, unsupported_reason
-from tests.tolerances import CPP_ATTENTION
+from tests.tolerances import CPP_ATTENTION, CPP_INTEGERS_FAR
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
     dense_attention,
@@ -20,13 +20,13 @@ from tests.triton_templates.kernel_reference import (
 states = partial(kernel_reference.states, heads=2, batch=2, dtype=torch.float32)
 
 
-def check(plans, keys, values, q, mask=None, **variant):
+def check(plans, keys, values, q, mask=None, tolerance=CPP_ATTENTION, **variant):
     arguments = (q, keys, values, mask, q.shape[3] ** -0.5, *plans)
     assert unsupported_reason(*arguments, **variant) is None
     got = attention(*arguments, **variant)
     assert got.dtype == q.dtype
     error = relative_error(got, dense_attention(*arguments, **variant))
-    assert error <= CPP_ATTENTION[q.dtype], error
+    assert error <= tolerance[q.dtype], error
 
 
 def query(heads, n, dim, dtype=torch.float32, batch=2):
@@ -101,11 +101,50 @@ def test_head_dims(dims, group, bits):
     check(plans, *states(plans, 300, dim=dims), query(8, 1, dims[0]))
 
 
+# Codes are multiplied as integers: of one token or of several in a vector, of one group or of many.
+INTEGERS = [
+    (kivi(4), 64, 8),
+    (kivi(2), 64, 4),
+    (("int2.token64/window=8,pack_every=1", "int1.token64/window=5,pack_every=1"), 64, 8),
+    (("int4.token32/window=40,pack_every=1", "int8.token64/window=8,pack_every=4"), 128, 2),
+    (
+        ("int8.channel64/window=16,pack_every=64", "int2.token32.half_split/window=3,pack_every=1"),
+        128,
+        8,
+    ),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("plans", [kivi(4), ("fp", "fp")], ids=str)
-def test_dtypes(plans, dtype):
-    check(plans, *states(plans, 300, dim=(80, 80) if plans[0] == "fp" else (64, 64), dtype=dtype),
-          query(8, 1, 80 if plans[0] == "fp" else 64, dtype))  # fmt: skip
+def test_dtypes(dtype):
+    plans = "fp", "fp"
+    check(plans, *states(plans, 300, dim=(80, 80), dtype=dtype), query(8, 1, 80, dtype))
+    plans, dim, heads = INTEGERS[0]
+    check(plans, *states(plans, 300, dim=dim, dtype=dtype), query(heads, 1, dim, dtype))
+
+
+@pytest.mark.parametrize(("plans", "dim", "heads"), INTEGERS, ids=str)
+def test_integers(plans, dim, heads):
+    # Of fp16 models, whose own rounding is the smaller one.
+    dtype = torch.float16
+    for tokens in (30, 171, 300):
+        check(plans, *states(plans, tokens, dim=dim, dtype=dtype), query(heads, 1, dim, dtype))
+
+
+@pytest.mark.parametrize(("plans", "dim", "heads"), INTEGERS[1:3], ids=str)
+def test_integers_on_other_cpus(plans, dim, heads, lanes):
+    dtype = torch.float16
+    check(plans, *states(plans, 300, dim=dim, dtype=dtype), query(heads, 1, dim, dtype))
+
+
+def test_integers_of_numbers_that_differ_by_far():
+    plans, dim, heads = INTEGERS[0]
+    q = query(heads, 1, dim, torch.float16)
+    keys, values = (torch.randn(2, 2, 300, dim, dtype=torch.float16) for _ in range(2))
+    keys[..., 3] *= 30
+    values[:, :, 40::100] *= 300
+    packed = [torch.ops.kvpass.pack(x, p) for x, p in zip((keys, values), plans, strict=True)]
+    check(plans, *packed, q, tolerance={q.dtype: CPP_INTEGERS_FAR})
 
 
 @pytest.mark.parametrize(
