@@ -1,0 +1,235 @@
+"""`save_cache` and `load_cache`: the cache of a compiled model in a file.
+
+A file has the format of safetensors: tensors, and a JSON text that says what they are. The text
+holds a checksum of every tensor, and has one itself. All are compared when a file is loaded:
+attention reads every token in its first step, so that nothing would be saved by comparing them
+later, and a damaged file must not answer anything. Tensors are mapped, not copied: a page takes
+memory of its own only when a step writes to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from zlib import crc32
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import kvpass
+from kvpass.bench.device import dtype_name
+from kvpass.errors import CacheFileError, KvpassError, OptionError, check, cut, shown
+from kvpass.store.contents import Reader, Writer
+from kvpass.store.identity import Identity
+
+FORMAT = 1
+# In a file's metadata: the JSON text, and its checksum.
+_TEXT, _CHECKSUM = "kvpass_cache", "kvpass_cache_crc32"
+# The tensor of the token ids.
+_TOKENS = "tokens"
+
+
+def save_cache(cache: Any, path: str | Path, *, model: Any, tokens: Any) -> None:
+    """Writes a cache to a safetensors file, without pickle; a file of that name is replaced when
+    the new one is whole.
+
+    Args:
+        cache: a ``DynamicCache`` or ``StaticCache`` of transformers that ``model`` has filled.
+            Layers of any kind: full or sliding attention, recurrent or convolution states. It is
+            not changed.
+        path: of the file, ``*.safetensors``.
+        model: the causal language model, compiled by kvpass or not.
+        tokens: the ids that the cache holds, int ``[B, T]``, or ``[T]`` of one sequence; the file
+            holds them as its tensor ``tokens``. The last token that ``generate`` returns has not
+            been read, and is not among them.
+
+    Raises:
+        CacheFileError: if the cache is of another kind, or not one of ``model``.
+        OptionError: if ``tokens`` are not those of the cache, or the file cannot be written.
+        StaleHandleError: if a later step has extended one of the cache's tensors.
+    """
+    write_cache(cache, Path(path), model.config, Identity.of(model), token_ids(tokens))
+
+
+def load_cache(path: str | Path, model: Any, *, tokens: Any = None) -> Any:
+    """The cache that `save_cache` wrote: ``model`` goes on as if it had never stopped.
+
+    On a CPU the tensors are mapped: the file may be replaced or removed while they are in use, but
+    not be written to. No graph is compiled beyond those that a process needs for the steps to come.
+    A model that is compiled afterwards goes on in the format in which the cache was begun.
+
+    Args:
+        path: of the file.
+        model: the model that the cache is of, on any device.
+        tokens: the ids that the cache must hold, as in `save_cache`; None: any.
+
+    Raises:
+        CacheFileError: if the file is missing, damaged, of another format, of other tokens, or for
+            another model, dtype or recipe.
+    """
+    identity = Identity.of(model)
+    with opened(path) as saved:
+        saved.check(identity, None if tokens is None else token_ids(tokens))
+        return saved.cache(model)
+
+
+def token_ids(tokens: Any) -> Tensor:
+    """Ids as int32 ``[B, T]``.
+
+    Raises:
+        OptionError: if they are something else.
+    """
+    ids: Tensor = torch.as_tensor(tokens).detach().cpu()
+    fits = ids.dim() in (1, 2) and not ids.is_floating_point() and ids.dtype != torch.bool
+    check("tokens", tuple(ids.shape), fits, "whole numbers, [B, T] or [T]")
+    return ids.view(-1, ids.shape[-1]).to(torch.int32)
+
+
+def write_cache(cache: Any, path: Path, config: Any, identity: Identity, ids: Tensor) -> None:
+    """`save_cache` for a model of this config and identity; ``ids`` are int32 ``[B, T]``."""
+    kind, room, writer = type(cache), None, Writer()
+    if kind is StaticCache:
+        room = max(getattr(layer, "max_cache_len", 1) for layer in cache.layers)
+    elif kind is not DynamicCache:
+        allowed = "a DynamicCache or a StaticCache of transformers"
+        raise CacheFileError(f"A {kind.__name__} cannot be saved; allowed: {allowed}.")
+    kinds = [type(layer) for layer in cache.layers]
+    if kinds != [type(layer) for layer in _new_cache(kind.__name__, config, room).layers]:
+        raise CacheFileError(
+            "The cache's layers are not those of the model's config: make it with "
+            f"{kind.__name__}(config=model.config), as generate does."
+        )
+    layers = [writer.value(vars(x), f"layers.{i}") for i, x in enumerate(cache.layers)]
+    length = int(cache.get_seq_length())
+    if ids.shape[1] != length:
+        raise OptionError(
+            f"tokens has {ids.shape[1]} tokens where the cache holds {length}; allowed: those that "
+            "the model has read, which the last one of generate's is not."
+        )
+    tensors = {_TOKENS: ids, **writer.tensors}
+    facts = {n: [dtype_name(t.dtype), list(t.shape), _checksum(t)] for n, t in tensors.items()}
+    versions = {x.__name__: x.__version__ for x in (kvpass, torch, transformers)}
+    header = {
+        "format": FORMAT, **asdict(identity), "kind": kind.__name__, "room": room,
+        "versions": versions, "layers": layers, "tensors": facts,
+    }  # fmt: skip
+    text = json.dumps(header)
+    _replace(path, tensors, {_TEXT: text, _CHECKSUM: str(crc32(text.encode()))})
+
+
+def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes a file beside ``path``, which then takes its place.
+
+    Raises:
+        OptionError: if it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        save_file(dict(tensors), str(beside), metadata)
+        beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        reason = cut(str(getattr(error, "strerror", None) or error)).rstrip(".")
+        raise OptionError(f"{shown(str(path))} cannot be written: {reason}.") from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[SavedCache]:
+    """The file at ``path``, whose text has been compared with its checksum.
+
+    Raises:
+        CacheFileError: if it is missing, damaged or of another format; also from within.
+    """
+    name = shown(str(path))
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            text = metadata[_TEXT]
+            if str(crc32(text.encode())) != metadata[_CHECKSUM]:
+                raise ValueError("its text differs from its checksum")
+            header = json.loads(text)
+            if (found := header["format"]) != FORMAT:
+                raise CacheFileError(
+                    f"The saved cache {name} has format {shown(found)}; this version reads "
+                    f"{FORMAT}."
+                )
+            yield SavedCache(name, header, file)
+    except KvpassError:
+        raise
+    except FileNotFoundError:
+        raise CacheFileError(f"The saved cache {name} does not exist.") from None
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        reason = cut(f"{type(error).__name__}: {error}").rstrip(".")
+        raise CacheFileError(f"{name} is damaged, or no saved cache: {reason}.") from None
+
+
+@dataclass(frozen=True)
+class SavedCache:
+    """A file that is open.
+
+    Attributes:
+        name: of the file, as errors show it.
+        header: what the JSON text says.
+        file: of safetensors.
+    """
+
+    name: str
+    header: Mapping[str, Any]
+    file: Any
+
+    def check(self, identity: Identity, tokens: Tensor | None) -> None:
+        """Refuses what is for another model than that of ``identity``, or of other ``tokens``.
+
+        Raises:
+            CacheFileError: if the cache is.
+        """
+        if (problem := identity.difference(self.header)) is not None:
+            raise CacheFileError(f"The saved cache {self.name} is for {problem}.")
+        if tokens is not None and not torch.equal(tokens, self.tokens):
+            raise CacheFileError(f"The saved cache {self.name} holds other tokens.")
+
+    @property
+    def tokens(self) -> Tensor:
+        """The ids, int32 ``[B, T]``."""
+        return self._tensor(_TOKENS)
+
+    def cache(self, model: Any) -> Any:
+        """The cache, for ``model``."""
+        header, device = self.header, model.device
+        # Neither is an inference tensor, which no later step could extend outside inference mode.
+        with torch.inference_mode(False):
+            tensors = {name: self._tensor(name).to(device) for name in header["tensors"]}
+            reader = Reader(tensors, device)
+            cache = _new_cache(header["kind"], model.config, header["room"])
+            for layer, saved in zip(cache.layers, header["layers"], strict=True):
+                vars(layer).update(reader.value(saved))
+        return cache
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(name)
+        found = [dtype_name(tensor.dtype), list(tensor.shape), _checksum(tensor)]
+        if found != self.header["tensors"][name]:
+            raise ValueError(f"tensor {shown(name)} differs from its checksum")
+        return tensor
+
+
+def _new_cache(kind: str, config: Any, room: int | None) -> Any:
+    """An empty cache of this kind, with ``room`` for tokens if it is static."""
+    if kind == "StaticCache":
+        return StaticCache(config=config, max_cache_len=room)
+    return DynamicCache(config=config)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """The CRC-32 of a contiguous tensor's bytes."""
+    return crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
