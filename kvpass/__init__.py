@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvpass.rules import register_rule as register_rule
     from kvpass.store.cache_file import load_cache as load_cache
     from kvpass.store.cache_file import save_cache as save_cache
+    from kvpass.store.prefixes import PrefixStore as PrefixStore
     from kvpass.tensor.packed import PackedKV as PackedKV
 
 __version__ = "0.1.0"
@@ -68,6 +69,7 @@ _NAMES = {
     "recipes": "Recipe recipe",
     "rules": "Rule register_rule",
     "store.cache_file": "load_cache save_cache",
+    "store.prefixes": "PrefixStore",
     "tensor.packed": "PackedKV",
 }
 _HOMES = {name: f"kvpass.{home}" for home, names in _NAMES.items() for name in names.split()}

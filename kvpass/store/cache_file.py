@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -101,9 +101,9 @@ def write_cache(cache: Any, path: Path, config: Any, identity: Identity, ids: Te
         room = max(getattr(layer, "max_cache_len", 1) for layer in cache.layers)
     elif kind is not DynamicCache:
         allowed = "a DynamicCache or a StaticCache of transformers"
-        raise CacheFileError(f"A {kind.__name__} cannot be saved; allowed: {allowed}.")
-    kinds = [type(layer) for layer in cache.layers]
-    if kinds != [type(layer) for layer in _new_cache(kind.__name__, config, room).layers]:
+        raise CacheFileError(f"No {kind.__name__} can be saved; allowed: {allowed}.")
+    kinds = layer_kinds(cache)
+    if kinds != layer_kinds(_new_cache(kind.__name__, config, room)):
         raise CacheFileError(
             "The cache's layers are not those of the model's config: make it with "
             f"{kind.__name__}(config=model.config), as generate does."
@@ -120,7 +120,7 @@ def write_cache(cache: Any, path: Path, config: Any, identity: Identity, ids: Te
     versions = {x.__name__: x.__version__ for x in (kvpass, torch, transformers)}
     header = {
         "format": FORMAT, **asdict(identity), "kind": kind.__name__, "room": room,
-        "versions": versions, "layers": layers, "tensors": facts,
+        "kinds": kinds, "versions": versions, "layers": layers, "tensors": facts,
     }  # fmt: skip
     text = json.dumps(header)
     _replace(path, tensors, {_TEXT: text, _CHECKSUM: str(crc32(text.encode()))})
@@ -199,6 +199,11 @@ class SavedCache:
             raise CacheFileError(f"The saved cache {self.name} holds other tokens.")
 
     @property
+    def identity(self) -> Identity:
+        """The identity of the model that it is for."""
+        return Identity(**{f.name: self.header[f.name] for f in fields(Identity)})
+
+    @property
     def tokens(self) -> Tensor:
         """The ids, int32 ``[B, T]``."""
         return self._tensor(_TOKENS)
@@ -221,6 +226,11 @@ class SavedCache:
         if found != self.header["tensors"][name]:
             raise ValueError(f"tensor {shown(name)} differs from its checksum")
         return tensor
+
+
+def layer_kinds(cache: Any) -> list[str]:
+    """The names of the layers' classes."""
+    return [type(layer).__name__ for layer in cache.layers]
 
 
 def _new_cache(kind: str, config: Any, room: int | None) -> Any:

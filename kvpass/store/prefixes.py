@@ -1,0 +1,339 @@
+"""`PrefixStore`: a folder of caches, in which a prompt finds the longest that it begins with."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+from kvpass._torch import compile_seconds
+from kvpass.bench.timing import synchronize
+from kvpass.errors import CacheFileError, KvpassError, OptionError, check, check_whole, shown
+from kvpass.store.cache_file import layer_kinds, opened, token_ids, write_cache
+from kvpass.store.identity import Identity
+from kvpass.store.index import GROUP, Entry, Index, name_of
+
+_SUFFIX = ".prefix"
+# Layers of which the first tokens alone are of use: no window has forgotten any, no state holds
+# more.
+_CROPPABLE = {"DynamicLayer", "DummyLayer"}
+# Options of `generate`, and their one value that a store serves.
+_SERVED = {
+    "past_key_values": None, "cache_implementation": None, "num_beams": 1,
+    "num_return_sequences": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoreStatistics:
+    """What a store has been good for.
+
+    Attributes:
+        files, nbytes: saved caches and their bytes, of all processes.
+        lookups, hits: prompts that this object was asked for, and those with a stored prefix.
+        tokens: that were found in place of being computed.
+        seconds_saved: an estimate: what these tokens took to compute when they were stored, less
+            what finding and loading them took. Compiling counts nowhere.
+    """
+
+    files: int
+    nbytes: int
+    lookups: int = 0
+    hits: int = 0
+    tokens: int = 0
+    seconds_saved: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.hits} of {self.lookups} prompts had a stored prefix, {self.tokens:,} tokens in "
+            f"all, which saved about {self.seconds_saved:.1f} s; {self.files} caches in "
+            f"{self.nbytes:,} bytes"
+        )
+
+
+class PrefixStore:
+    """Caches of texts in a folder, for any number of processes on one machine.
+
+    A prompt goes on from the longest stored text that it begins with. The cache of a whole text is
+    that of a process which has read it and not stopped; the rest of the prompt then reads it
+    packed, as every later prompt of a chat does. Where all layers keep all tokens, the cache of a
+    longer text is cropped: what is left is as it was stored, with fewer exact tokens at its end.
+    Sliding windows and recurrent states cannot be cropped, so that only whole texts are found.
+
+    Texts of fewer than 64 tokens are neither stored nor found. A store serves one sequence at a
+    time; models, dtypes and recipes are kept apart, see `kvpass.save_cache`.
+
+    Args:
+        folder: made if need be.
+        max_bytes: caches that were used longest ago leave when all take more.
+        min_new: a text that was generated or read is stored if this many tokens of it are not
+            stored yet; a question about a long text, say, is not.
+
+    Raises:
+        OptionError: if a number is not allowed, or the folder cannot be used.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, max_bytes: int = 16 << 30, min_new: int = 256
+    ) -> None:
+        check_whole("max_bytes", max_bytes, 1)
+        check_whole("min_new", min_new, 1)
+        self._folder, self._max_bytes, self._min_new = Path(folder), max_bytes, min_new
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"The folder {shown(str(folder))} cannot be used: {error.strerror}."
+            ) from None
+        self._index = Index(self._folder / "index.sqlite")
+        # Held while a file or the index changes; a process that is killed lets it go.
+        self._lock = FileLock(self._folder / "lock")
+        self._counted = StoreStatistics(0, 0)
+        with self._lock:
+            self._index.make()
+            self._match_files()
+
+    @property
+    def statistics(self) -> StoreStatistics:
+        """What the store has been good for until now."""
+        sizes = [size for _, size in self._index.sizes()]
+        return replace(self._counted, files=len(sizes), nbytes=sum(sizes))
+
+    def find(self, model: Any, tokens: Any) -> Any:
+        """The cache of the longest stored text that ``tokens`` begin with, at most all but one of
+        them; None if there is none.
+
+        Args:
+            model: as in `kvpass.load_cache`.
+            tokens: the ids of a prompt, int ``[1, T]`` or ``[T]``.
+
+        Raises:
+            OptionError: if they are those of several sequences, or the index cannot be read.
+        """
+        return self._find(model, Identity.of(model), _sequence(tokens))
+
+    def add(self, model: Any, cache: Any, tokens: Any) -> bool:
+        """Stores ``cache``, of ``tokens``, unless all but `min_new` of them are stored already;
+        whether it did.
+
+        Args:
+            model, cache, tokens: as in `kvpass.save_cache`; a ``DynamicCache`` of one sequence.
+
+        Raises:
+            CacheFileError, OptionError, StaleHandleError: as `kvpass.save_cache`.
+        """
+        return self._add(model, Identity.of(model), cache, _sequence(tokens), self._min_new)
+
+    @torch.no_grad()
+    def prefill(self, model: Any, tokens: Any) -> bool:
+        """Computes the cache of a text ahead, and stores it, however short it is; False if it was
+        stored already. What begins with all of these ``tokens`` finds it uncropped.
+
+        Args:
+            model: as in `kvpass.load_cache`.
+            tokens: ids, int ``[1, T]`` or ``[T]``, at least 64.
+
+        Raises:
+            OptionError: if there are fewer, or the cache cannot be stored.
+        """
+        ids, identity = _sequence(tokens), Identity.of(model)
+        check("tokens", ids.numel(), ids.numel() >= GROUP, f"at least {GROUP} ids")
+        if self._file(name_of(identity, ids)).exists():
+            return False
+        cache, clock = DynamicCache(config=model.config), _Clock()
+        batch = ids.long().unsqueeze(0).to(model.device)
+        model(input_ids=batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        clock.stop(model.device)
+        return self._add(model, identity, cache, ids, 1, clock.seconds / ids.numel())
+
+    @contextmanager
+    def use(self, model: Any) -> Iterator[PrefixStore]:
+        """Lets ``model.generate`` go on from the longest stored text that the prompt begins with,
+        and store what it has read then; a warning says what could not be stored.
+
+        Within, ``generate`` raises an `OptionError` for what is not one sequence in a dynamic cache
+        of its own: batches, padding, beams, ``past_key_values``, ``cache_implementation``.
+
+        Args:
+            model: as in `kvpass.load_cache`, compiled; its weights must not change meanwhile.
+        """
+        identity, before = Identity.of(model), vars(model).get("generate")
+        generate = model.generate
+
+        def continued(inputs: Any = None, *args: Any, **options: Any) -> Any:
+            ids = options.pop("input_ids", inputs)
+            tokens = _only_sequence(model, ids, options)
+            cache = self._find(model, identity, tokens)
+            cache = DynamicCache(config=model.config) if cache is None else cache
+            known, clock = int(cache.get_seq_length()), _Clock()
+            own = options.pop("logits_processor", None) or []
+            options["logits_processor"] = LogitsProcessorList([clock, *own])
+            found = generate(ids, *args, past_key_values=cache, **options)
+            # A step has seen all but the last.
+            read = getattr(found, "sequences", found)[0, : int(cache.get_seq_length())]
+            seconds = clock.seconds / (tokens.numel() - known)
+            try:
+                self._add(model, identity, cache, _sequence(read), self._min_new, seconds)
+            except KvpassError as error:
+                warnings.warn(f"kvpass: the text was not stored: {error}", stacklevel=2)
+            return found
+
+        model.generate = continued
+        try:
+            yield self
+        finally:
+            del model.generate
+            if before is not None:
+                model.generate = before
+
+    def _find(self, model: Any, identity: Identity, tokens: Tensor) -> Any:
+        """`find` for a model of this identity."""
+        clock, wanted = _Clock(), tokens[:-1]
+        self._counted = replace(self._counted, lookups=self._counted.lookups + 1)
+        while (best := self._index.best(identity, wanted)) is not None:
+            entry, known = best
+            try:
+                with opened(self._file(entry.name)) as saved:
+                    saved.check(identity, entry.tokens.unsqueeze(0))
+                    cache = saved.cache(model)
+            except CacheFileError:
+                # Damaged, or it has left meanwhile.
+                self._remove([entry.name])
+                continue
+            if known < entry.tokens.numel():
+                cache.crop(known - entry.tokens.numel())
+            # On a full disk what is stored can still be read.
+            with suppress(OptionError):
+                self._index.touch(entry.name)
+            clock.stop(model.device)
+            saved_s = entry.seconds * known - clock.seconds
+            self._counted = replace(
+                self._counted,
+                hits=self._counted.hits + 1,
+                tokens=self._counted.tokens + known,
+                seconds_saved=self._counted.seconds_saved + saved_s if entry.seconds else 0.0,
+            )
+            return cache
+        return None
+
+    def _add(
+        self,
+        model: Any,
+        identity: Identity,
+        cache: Any,
+        tokens: Tensor,
+        least: int,
+        seconds: float = 0.0,
+    ) -> bool:
+        """`add` if at least so many ``tokens`` are new; each took ``seconds``."""
+        best = self._index.best(identity, tokens)
+        if tokens.numel() < GROUP or tokens.numel() - (best[1] if best else 0) < least:
+            return False
+        entry = Entry(name_of(identity, tokens), tokens, _croppable(layer_kinds(cache)), seconds)
+        path = self._file(entry.name)
+        with self._lock:
+            write_cache(cache, path, model.config, identity, tokens.unsqueeze(0))
+            size = path.stat().st_size
+            if size > self._max_bytes:
+                path.unlink()
+                return False
+            self._index.add(entry, identity, size)
+            self._evict()
+        return True
+
+    def _evict(self) -> None:
+        """Lets caches leave, those used longest ago first, until all fit."""
+        sizes = self._index.sizes()
+        over = sum(size for _, size in sizes) - self._max_bytes
+        for name, size in sizes:
+            if over <= 0:
+                return
+            self._remove([name])
+            over -= size
+
+    def _match_files(self) -> None:
+        """Makes the index that of the files, and removes what killed processes have left."""
+        for path in self._folder.glob(f".*{_SUFFIX}.*.tmp"):
+            path.unlink()
+        files = {path.name.removesuffix(_SUFFIX) for path in self._folder.glob(f"*{_SUFFIX}")}
+        known = {name for name, _ in self._index.sizes()}
+        self._remove(sorted(known - files))
+        for name in sorted(files - known):
+            path = self._file(name)
+            try:
+                with opened(path) as saved:
+                    tokens, kinds = saved.tokens[0].clone(), saved.header["kinds"]
+            except CacheFileError:
+                path.unlink()
+                continue
+            self._index.add(
+                Entry(name, tokens, _croppable(kinds)), saved.identity, path.stat().st_size
+            )
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._file(name).unlink(missing_ok=True)
+        self._index.remove(names)
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}{_SUFFIX}"
+
+
+class _Clock(LogitsProcessor):
+    """The seconds from its making to `stop`, or to the first token, without those of compiling."""
+
+    def __init__(self) -> None:
+        self._start, self._compiled = time.perf_counter(), sum(compile_seconds())
+        self.seconds = 0.0
+
+    def stop(self, device: torch.device) -> None:
+        """Reads the time when ``device`` has done its work."""
+        synchronize(device)
+        compiled = sum(compile_seconds()) - self._compiled
+        self.seconds = max(time.perf_counter() - self._start - compiled, 0.0)
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        """The ``scores`` as they are."""
+        if not self.seconds:
+            self.stop(scores.device)
+        return scores
+
+
+def _croppable(kinds: Collection[str]) -> bool:
+    """Whether the first tokens of layers of these kinds are of use without the others."""
+    return set(kinds) <= _CROPPABLE
+
+
+def _sequence(tokens: Any) -> Tensor:
+    """The ids of one sequence, int32 ``[T]``.
+
+    Raises:
+        OptionError: if they are something else.
+    """
+    ids = token_ids(tokens)
+    check("tokens", tuple(ids.shape), len(ids) == 1, "those of one sequence, [1, T] or [T]")
+    return ids[0]
+
+
+def _only_sequence(model: Any, ids: Any, options: Mapping[str, Any]) -> Tensor:
+    """The prompt of a call of ``generate`` with these ``options``, int32 ``[T]``.
+
+    Raises:
+        OptionError: if a store cannot serve the call.
+    """
+    config = options.get("generation_config") or model.generation_config
+    for name, allowed in _SERVED.items():
+        value = options.get(name, getattr(config, name, None))
+        check(f"{name}", value, value in (None, allowed), f"{allowed}, within PrefixStore.use")
+    mask = options.get("attention_mask")
+    check("attention_mask", mask, mask is None or bool((mask != 0).all()), "without padding")
+    return _sequence([] if ids is None else ids)
