@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 from zlib import crc32
 
+import safetensors
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
@@ -25,7 +26,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-import kvpass
 from kvpass.bench.device import dtype_name
 from kvpass.errors import CacheFileError, KvpassError, OptionError, check, cut, shown
 from kvpass.store.contents import Reader, Writer
@@ -117,7 +117,7 @@ def write_cache(cache: Any, path: Path, config: Any, identity: Identity, ids: Te
         )
     tensors = {_TOKENS: ids, **writer.tensors}
     facts = {n: [dtype_name(t.dtype), list(t.shape), _checksum(t)] for n, t in tensors.items()}
-    versions = {x.__name__: x.__version__ for x in (kvpass, torch, transformers)}
+    versions = {x.__name__: x.__version__ for x in (safetensors, torch, transformers)}
     header = {
         "format": FORMAT, **asdict(identity), "kind": kind.__name__, "room": room,
         "kinds": kinds, "versions": versions, "layers": layers, "tensors": facts,

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessorList
 
-from kvpass._torch import compile_seconds
-from kvpass.bench.timing import synchronize
 from kvpass.errors import CacheFileError, KvpassError, OptionError, check, check_whole, shown
 from kvpass.store.cache_file import layer_kinds, opened, token_ids, write_cache
 from kvpass.store.identity import Identity
 from kvpass.store.index import GROUP, Entry, Index, name_of
+from kvpass.store.usage import Clock, StoreStatistics
 
 _SUFFIX = ".prefix"
 # Layers of which the first tokens alone are of use: no window has forgotten any, no state holds
@@ -31,33 +29,6 @@ _SERVED = {
     "past_key_values": None, "cache_implementation": None, "num_beams": 1,
     "num_return_sequences": 1,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StoreStatistics:
-    """What a store has been good for.
-
-    Attributes:
-        files, nbytes: saved caches and their bytes, of all processes.
-        lookups, hits: prompts that this object was asked for, and those with a stored prefix.
-        tokens: that were found in place of being computed.
-        seconds_saved: an estimate: what these tokens took to compute when they were stored, less
-            what finding and loading them took. Compiling counts nowhere.
-    """
-
-    files: int
-    nbytes: int
-    lookups: int = 0
-    hits: int = 0
-    tokens: int = 0
-    seconds_saved: float = 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.hits} of {self.lookups} prompts had a stored prefix, {self.tokens:,} tokens in "
-            f"all, which saved about {self.seconds_saved:.1f} s; {self.files} caches in "
-            f"{self.nbytes:,} bytes"
-        )
 
 
 class PrefixStore:
@@ -88,8 +59,10 @@ class PrefixStore:
         check_whole("max_bytes", max_bytes, 1)
         check_whole("min_new", min_new, 1)
         self._folder, self._max_bytes, self._min_new = Path(folder), max_bytes, min_new
+        # Files that are not whole yet.
+        self._written = self._folder / "written"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._written.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OptionError(
                 f"The folder {shown(str(folder))} cannot be used: {error.strerror}."
@@ -121,17 +94,18 @@ class PrefixStore:
         """
         return self._find(model, Identity.of(model), _sequence(tokens))
 
-    def add(self, model: Any, cache: Any, tokens: Any) -> bool:
-        """Stores ``cache``, of ``tokens``, unless all but `min_new` of them are stored already;
-        whether it did.
+    def add(self, model: Any, cache: Any, tokens: Any, *, seconds: float = 0.0) -> bool:
+        """Stores ``cache``, of ``tokens``, if ``min_new`` of them are new; whether it did.
 
         Args:
             model, cache, tokens: as in `kvpass.save_cache`; a ``DynamicCache`` of one sequence.
+            seconds: that a token took to compute, for `statistics`; 0: not known.
 
         Raises:
             CacheFileError, OptionError, StaleHandleError: as `kvpass.save_cache`.
         """
-        return self._add(model, Identity.of(model), cache, _sequence(tokens), self._min_new)
+        ids = _sequence(tokens)
+        return self._add(model, Identity.of(model), cache, ids, self._min_new, seconds)
 
     @torch.no_grad()
     def prefill(self, model: Any, tokens: Any) -> bool:
@@ -149,7 +123,7 @@ class PrefixStore:
         check("tokens", ids.numel(), ids.numel() >= GROUP, f"at least {GROUP} ids")
         if self._file(name_of(identity, ids)).exists():
             return False
-        cache, clock = DynamicCache(config=model.config), _Clock()
+        cache, clock = DynamicCache(config=model.config), Clock()
         batch = ids.long().unsqueeze(0).to(model.device)
         model(input_ids=batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
         clock.stop(model.device)
@@ -174,7 +148,7 @@ class PrefixStore:
             tokens = _only_sequence(model, ids, options)
             cache = self._find(model, identity, tokens)
             cache = DynamicCache(config=model.config) if cache is None else cache
-            known, clock = int(cache.get_seq_length()), _Clock()
+            known, clock = int(cache.get_seq_length()), Clock()
             own = options.pop("logits_processor", None) or []
             options["logits_processor"] = LogitsProcessorList([clock, *own])
             found = generate(ids, *args, past_key_values=cache, **options)
@@ -197,7 +171,7 @@ class PrefixStore:
 
     def _find(self, model: Any, identity: Identity, tokens: Tensor) -> Any:
         """`find` for a model of this identity."""
-        clock, wanted = _Clock(), tokens[:-1]
+        clock, wanted = Clock(), tokens[:-1]
         self._counted = replace(self._counted, lookups=self._counted.lookups + 1)
         while (best := self._index.best(identity, wanted)) is not None:
             entry, known = best
@@ -232,20 +206,21 @@ class PrefixStore:
         cache: Any,
         tokens: Tensor,
         least: int,
-        seconds: float = 0.0,
+        seconds: float,
     ) -> bool:
         """`add` if at least so many ``tokens`` are new; each took ``seconds``."""
         best = self._index.best(identity, tokens)
         if tokens.numel() < GROUP or tokens.numel() - (best[1] if best else 0) < least:
             return False
         entry = Entry(name_of(identity, tokens), tokens, _croppable(layer_kinds(cache)), seconds)
-        path = self._file(entry.name)
+        written = self._written / entry.name
         with self._lock:
-            write_cache(cache, path, model.config, identity, tokens.unsqueeze(0))
-            size = path.stat().st_size
+            write_cache(cache, written, model.config, identity, tokens.unsqueeze(0))
+            size = written.stat().st_size
             if size > self._max_bytes:
-                path.unlink()
+                written.unlink()
                 return False
+            written.replace(self._file(entry.name))
             self._index.add(entry, identity, size)
             self._evict()
         return True
@@ -262,7 +237,7 @@ class PrefixStore:
 
     def _match_files(self) -> None:
         """Makes the index that of the files, and removes what killed processes have left."""
-        for path in self._folder.glob(f".*{_SUFFIX}.*.tmp"):
+        for path in self._written.iterdir():
             path.unlink()
         files = {path.name.removesuffix(_SUFFIX) for path in self._folder.glob(f"*{_SUFFIX}")}
         known = {name for name, _ in self._index.sizes()}
@@ -286,26 +261,6 @@ class PrefixStore:
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}{_SUFFIX}"
-
-
-class _Clock(LogitsProcessor):
-    """The seconds from its making to `stop`, or to the first token, without those of compiling."""
-
-    def __init__(self) -> None:
-        self._start, self._compiled = time.perf_counter(), sum(compile_seconds())
-        self.seconds = 0.0
-
-    def stop(self, device: torch.device) -> None:
-        """Reads the time when ``device`` has done its work."""
-        synchronize(device)
-        compiled = sum(compile_seconds()) - self._compiled
-        self.seconds = max(time.perf_counter() - self._start - compiled, 0.0)
-
-    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-        """The ``scores`` as they are."""
-        if not self.seconds:
-            self.stop(scores.device)
-        return scores
 
 
 def _croppable(kinds: Collection[str]) -> bool:
