@@ -64,7 +64,9 @@ class Identity:
 
 def _plan_digest(model: Any) -> tuple[str | None, str | None]:
     """`Identity.recipe` and `Identity.plan`."""
-    options = compile_options(model)
+    # Perhaps a part of it is: the model that an adapter is around.
+    found = map(compile_options, model.modules())
+    options = next((options for options in found if options is not None), None)
     if options is None:
         return None, None
     planner = parse_options(options).planner
