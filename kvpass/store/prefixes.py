@@ -21,6 +21,7 @@ from kvpass.store.index import GROUP, Entry, Index, name_of
 from kvpass.store.usage import Clock, StoreStatistics
 
 _SUFFIX = ".prefix"
+_FILES = f"{64 * '[0-9a-f]'}{_SUFFIX}"
 # Layers of which the first tokens alone are of use: no window has forgotten any, no state holds
 # more.
 _CROPPABLE = {"DynamicLayer", "DummyLayer"}
@@ -59,8 +60,8 @@ class PrefixStore:
         check_whole("max_bytes", max_bytes, 1)
         check_whole("min_new", min_new, 1)
         self._folder, self._max_bytes, self._min_new = Path(folder), max_bytes, min_new
-        # Files that are not whole yet.
-        self._written = self._folder / "written"
+        # Where files are until they are whole.
+        self._written = self._folder / "kvpass-written"
         try:
             self._written.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -82,8 +83,8 @@ class PrefixStore:
         return replace(self._counted, files=len(sizes), nbytes=sum(sizes))
 
     def find(self, model: Any, tokens: Any) -> Any:
-        """The cache of the longest stored text that ``tokens`` begin with, at most all but one of
-        them; None if there is none.
+        """The cache of the longest stored text that ``tokens`` begin with, but for their last: give
+        it to the model with them as ``past_key_values``. None if there is none.
 
         Args:
             model: as in `kvpass.load_cache`.
@@ -127,7 +128,7 @@ class PrefixStore:
         batch = ids.long().unsqueeze(0).to(model.device)
         model(input_ids=batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
         clock.stop(model.device)
-        return self._add(model, identity, cache, ids, 1, clock.seconds / ids.numel())
+        return self._add(model, identity, cache, ids, 0, clock.seconds / ids.numel())
 
     @contextmanager
     def use(self, model: Any) -> Iterator[PrefixStore]:
@@ -189,13 +190,8 @@ class PrefixStore:
             with suppress(OptionError):
                 self._index.touch(entry.name)
             clock.stop(model.device)
-            saved_s = entry.seconds * known - clock.seconds
-            self._counted = replace(
-                self._counted,
-                hits=self._counted.hits + 1,
-                tokens=self._counted.tokens + known,
-                seconds_saved=self._counted.seconds_saved + saved_s if entry.seconds else 0.0,
-            )
+            spared = entry.seconds * known - clock.seconds if entry.seconds else 0.0
+            self._counted = self._counted.with_hit(known, spared)
             return cache
         return None
 
@@ -220,8 +216,12 @@ class PrefixStore:
             if size > self._max_bytes:
                 written.unlink()
                 return False
-            written.replace(self._file(entry.name))
-            self._index.add(entry, identity, size)
+            file = written.replace(self._file(entry.name))
+            try:
+                self._index.add(entry, identity, size)
+            except OptionError:
+                file.unlink()
+                raise
             self._evict()
         return True
 
@@ -239,7 +239,7 @@ class PrefixStore:
         """Makes the index that of the files, and removes what killed processes have left."""
         for path in self._written.iterdir():
             path.unlink()
-        files = {path.name.removesuffix(_SUFFIX) for path in self._folder.glob(f"*{_SUFFIX}")}
+        files = {path.name.removesuffix(_SUFFIX) for path in self._folder.glob(_FILES)}
         known = {name for name, _ in self._index.sizes()}
         self._remove(sorted(known - files))
         for name in sorted(files - known):
@@ -288,7 +288,7 @@ def _only_sequence(model: Any, ids: Any, options: Mapping[str, Any]) -> Tensor:
     config = options.get("generation_config") or model.generation_config
     for name, allowed in _SERVED.items():
         value = options.get(name, getattr(config, name, None))
-        check(f"{name}", value, value in (None, allowed), f"{allowed}, within PrefixStore.use")
+        check(name, value, value in (None, allowed), f"{allowed}, within PrefixStore.use")
     mask = options.get("attention_mask")
     check("attention_mask", mask, mask is None or bool((mask != 0).all()), "without padding")
     return _sequence([] if ids is None else ids)

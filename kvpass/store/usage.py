@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,15 @@ class StoreStatistics:
     hits: int = 0
     tokens: int = 0
     seconds_saved: float = 0.0
+
+    def with_hit(self, tokens: int, seconds: float) -> StoreStatistics:
+        """These, and one more prompt with so many stored tokens, which saved ``seconds``."""
+        return replace(
+            self,
+            hits=self.hits + 1,
+            tokens=self.tokens + tokens,
+            seconds_saved=self.seconds_saved + seconds,
+        )
 
     def __str__(self) -> str:
         return (

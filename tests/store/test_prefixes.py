@@ -7,9 +7,10 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import DynamicCache
 
 from kvpass import PrefixStore, recipe
 from kvpass.errors import KvpassError, OptionError
+from kvpass.store import index
 from tests.harness import compiled, run_steps
 from tests.models import prompt, tiny_model
 
@@ -79,14 +81,15 @@ def test_what_follows_a_whole_text_never_stopped(family: str, tmp_path: Path) ->
     wanted = model.generate(joined(text, question), past_key_values=cache, **GREEDY)
     assert store.prefill(model, text[0].tolist())
     assert not store.prefill(model, text)
+    assert store.prefill(model, text[:, :80]), "a text that a longer one begins with"
     with store.use(model):
         assert torch.equal(model.generate(joined(text, question), **GREEDY), wanted)
-    assert (store.statistics.tokens, store.statistics.files) == (90, 1)
+    assert (store.statistics.tokens, store.statistics.files) == (90, 2)
     # Without its last tokens, or behind all of them but one, which is to be computed.
     for shorter in (text[:, :-1], text):
         cache = store.find(model, shorter)
         known = None if cache is None else cache.get_seq_length()
-        assert known == (None if family == "mistral" else shorter.shape[1] - 1)
+        assert known == (80 if family == "mistral" else shorter.shape[1] - 1)
     other = compiled(tiny_model(family, layers=1), "kivi-2bit")
     assert store.find(other, joined(text, question)) is None
 
@@ -150,7 +153,7 @@ def test_a_killed_process_leaves_the_store_readable(read: Any, tmp_path: Path) -
         files = list(tmp_path.glob("*.prefix"))
         assert len(files) == store.statistics.files
         assert all(stored(store, read, seed) for seed in range(len(files)))
-        assert not list((tmp_path / "written").iterdir())
+        assert not list((tmp_path / "kvpass-written").iterdir())
     assert files
 
 
@@ -173,7 +176,7 @@ def test_a_full_disk_leaves_the_store_readable(read: Any, tmp_path: Path) -> Non
             add(store, read, 1)
         assert stored(store, read, 0)
     assert not stored(store, read, 1)
-    assert not list((tmp_path / "written").iterdir())
+    assert not list((tmp_path / "kvpass-written").iterdir())
     # A model's answer is not lost.
     model, text = read[0], prompt(1, 80, seed=2)
     wanted = model.generate(text, **GREEDY)
@@ -181,6 +184,20 @@ def test_a_full_disk_leaves_the_store_readable(read: Any, tmp_path: Path) -> Non
     with full_disk(), store.use(model), said:
         found = model.generate(text, **GREEDY)
     assert torch.equal(found, wanted)
+
+
+def test_what_the_index_does_not_take_is_not_kept(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = eager(tmp_path)
+    add(store, read, 0)
+    monkeypatch.setattr(index, "_PATIENCE", 0)
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(OptionError, match="cannot be used: database is locked"):
+            add(store, read, 1)
+        assert stored(store, read, 0)
+    assert store.statistics.files == len(list(tmp_path.glob("*.prefix"))) == 1
 
 
 def test_damaged_files_leave(read: Any, tmp_path: Path) -> None:
