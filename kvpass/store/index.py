@@ -23,7 +23,8 @@ GROUP = 64
 _PATIENCE = 60
 _TABLES = """
 CREATE TABLE IF NOT EXISTS caches (
-    name TEXT PRIMARY KEY, tokens BLOB, croppable INTEGER, bytes INTEGER, used REAL, seconds REAL);
+    name TEXT PRIMARY KEY, tokens BLOB, croppable INTEGER, bytes INTEGER, plain INTEGER,
+    used REAL, seconds REAL);
 CREATE TABLE IF NOT EXISTS groups (hash BLOB, name TEXT, number INTEGER);
 CREATE INDEX IF NOT EXISTS by_hash ON groups (hash);
 CREATE INDEX IF NOT EXISTS by_name ON groups (name);
@@ -113,14 +114,15 @@ class Index:
                     best = entry, common
         return best
 
-    def add(self, entry: Entry, identity: Identity, size: int) -> None:
-        """Adds an entry, or replaces it; its file has ``size`` bytes."""
+    def add(self, entry: Entry, identity: Identity, size: int, plain: int) -> None:
+        """Adds an entry, or replaces it; its file has ``size`` bytes, and would have ``plain`` ones
+        without compression."""
         blob = entry.tokens.numpy().tobytes()
-        row = (entry.name, blob, entry.croppable, size, time.time(), entry.seconds)
+        row = (entry.name, blob, entry.croppable, size, plain, time.time(), entry.seconds)
         groups = [(h, entry.name, i) for i, h in enumerate(_hashes(identity, entry.tokens), 1)]
         with self._open() as database:
             database.execute("DELETE FROM groups WHERE name = ?", (entry.name,))
-            database.execute("INSERT OR REPLACE INTO caches VALUES (?, ?, ?, ?, ?, ?)", row)
+            database.execute("INSERT OR REPLACE INTO caches VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             database.executemany("INSERT INTO groups VALUES (?, ?, ?)", groups)
 
     def remove(self, names: Sequence[str]) -> None:
@@ -133,6 +135,13 @@ class Index:
         """Marks an entry as the last used."""
         with self._open() as database:
             database.execute("UPDATE caches SET used = ? WHERE name = ?", (time.time(), name))
+
+    def totals(self) -> tuple[int, int, int]:
+        """How many entries there are, the bytes of their files, and those without compression."""
+        query = "SELECT COUNT(*), COALESCE(SUM(bytes), 0), COALESCE(SUM(plain), 0) FROM caches"
+        with self._open() as database:
+            files, size, plain = database.execute(query).fetchone()
+        return files, size, plain
 
     def sizes(self) -> list[tuple[str, int]]:
         """Names and bytes of all entries, those used longest ago first."""

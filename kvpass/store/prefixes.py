@@ -16,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from kvpass.errors import CacheFileError, KvpassError, OptionError, check, check_whole, shown
 from kvpass.store.cache_file import layer_kinds, opened, token_ids, write_cache
+from kvpass.store.compression import check_level
 from kvpass.store.identity import Identity
 from kvpass.store.index import GROUP, Entry, Index, name_of
 from kvpass.store.usage import Clock, StoreStatistics
@@ -49,17 +50,25 @@ class PrefixStore:
         max_bytes: caches that were used longest ago leave when all take more.
         min_new: a text that was generated or read is stored if this many tokens of it are not
             stored yet; a question about a long text, say, is not.
+        zstd: compresses new caches, as in `kvpass.save_cache`; files of a folder may differ.
 
     Raises:
-        OptionError: if a number is not allowed, or the folder cannot be used.
+        OptionError: if a number is not allowed, zstandard is missing, or the folder cannot be used.
     """
 
     def __init__(
-        self, folder: str | Path, *, max_bytes: int = 16 << 30, min_new: int = 256
+        self,
+        folder: str | Path,
+        *,
+        max_bytes: int = 16 << 30,
+        min_new: int = 256,
+        zstd: int | None = None,
     ) -> None:
         check_whole("max_bytes", max_bytes, 1)
         check_whole("min_new", min_new, 1)
+        check_level(zstd)
         self._folder, self._max_bytes, self._min_new = Path(folder), max_bytes, min_new
+        self._zstd = zstd
         # Where files are until they are whole.
         self._written = self._folder / "kvpass-written"
         try:
@@ -71,7 +80,7 @@ class PrefixStore:
         self._index = Index(self._folder / "index.sqlite")
         # Held while a file or the index changes; a process that is killed lets it go.
         self._lock = FileLock(self._folder / "lock")
-        self._counted = StoreStatistics(0, 0)
+        self._counted = StoreStatistics(0, 0, 0)
         with self._lock:
             self._index.make()
             self._match_files()
@@ -79,8 +88,8 @@ class PrefixStore:
     @property
     def statistics(self) -> StoreStatistics:
         """What the store has been good for until now."""
-        sizes = [size for _, size in self._index.sizes()]
-        return replace(self._counted, files=len(sizes), nbytes=sum(sizes))
+        files, nbytes, plain = self._index.totals()
+        return replace(self._counted, files=files, nbytes=nbytes, plain_nbytes=plain)
 
     def find(self, model: Any, tokens: Any) -> Any:
         """The cache of the longest stored text that ``tokens`` begin with, but for their last: give
@@ -211,14 +220,15 @@ class PrefixStore:
         entry = Entry(name_of(identity, tokens), tokens, _croppable(layer_kinds(cache)), seconds)
         written = self._written / entry.name
         with self._lock:
-            write_cache(cache, written, model.config, identity, tokens.unsqueeze(0))
+            batch = tokens.unsqueeze(0)
+            plain = write_cache(cache, written, model.config, identity, batch, self._zstd)
             size = written.stat().st_size
             if size > self._max_bytes:
                 written.unlink()
                 return False
             file = written.replace(self._file(entry.name))
             try:
-                self._index.add(entry, identity, size)
+                self._index.add(entry, identity, size, plain)
             except OptionError:
                 file.unlink()
                 raise
@@ -247,12 +257,12 @@ class PrefixStore:
             try:
                 with opened(path) as saved:
                     tokens, kinds = saved.tokens[0].clone(), saved.header["kinds"]
+                    plain = saved.plain_nbytes
             except CacheFileError:
                 path.unlink()
                 continue
-            self._index.add(
-                Entry(name, tokens, _croppable(kinds)), saved.identity, path.stat().st_size
-            )
+            entry = Entry(name, tokens, _croppable(kinds))
+            self._index.add(entry, saved.identity, path.stat().st_size, plain)
 
     def _remove(self, names: Sequence[str]) -> None:
         for name in names:

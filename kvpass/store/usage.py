@@ -20,6 +20,7 @@ class StoreStatistics:
 
     Attributes:
         files, nbytes: saved caches and their bytes, of all processes.
+        plain_nbytes: bytes of their tensors, without compression.
         lookups, hits: prompts that this object was asked for, and those with a stored prefix.
         tokens: that were found in place of being computed.
         seconds_saved: an estimate: what these tokens took to compute when they were stored, less
@@ -28,6 +29,7 @@ class StoreStatistics:
 
     files: int
     nbytes: int
+    plain_nbytes: int
     lookups: int = 0
     hits: int = 0
     tokens: int = 0
@@ -42,11 +44,17 @@ class StoreStatistics:
             seconds_saved=self.seconds_saved + seconds,
         )
 
+    @property
+    def compression(self) -> float:
+        """How many times smaller files are than their tensors; 1 for no files."""
+        return self.plain_nbytes / self.nbytes if self.nbytes else 1.0
+
     def __str__(self) -> str:
+        smaller = f", compressed {self.compression:.2f} times" if self.compression > 1 else ""
         return (
             f"{self.hits} of {self.lookups} prompts had a stored prefix, {self.tokens:,} tokens in "
             f"all, which saved about {self.seconds_saved:.1f} s; {self.files} caches in "
-            f"{self.nbytes:,} bytes"
+            f"{self.nbytes:,} bytes{smaller}"
         )
 
 

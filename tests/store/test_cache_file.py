@@ -21,6 +21,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 import kvpass
 from kvpass import PackedKV, cocktail, load_cache, recipe, save_cache
 from kvpass.errors import CacheFileError, OptionError, StaleHandleError
+from kvpass.store import compression
 from kvpass.zoo import families
 from tests.cocktail.requests import any_bits
 from tests.harness import compiled, graphs_compiled, run_steps
@@ -164,6 +165,40 @@ def test_room_for_later_tokens_is_not_saved(tmp_path: Path) -> None:
         run_steps(saved.model, rest, steps, cache=c)[0] for c in (saved.load(), saved.cache)
     )
     assert torch.equal(got, wanted)
+
+
+def test_compressed_caches_are_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    saved = Saved(tmp_path, tokens=300)
+    saved.cache.layers[0].note = torch.empty(0)
+    saved.save()
+    wanted, size = parts(saved.load()), saved.path.stat().st_size
+    for level in (1, 22):
+        saved.save(zstd=level)
+        assert saved.path.stat().st_size < 0.9 * size
+        loaded = saved.load()
+        assert all(torch.equal(a, b) for a, b in zip(parts(loaded), wanted, strict=True))
+        assert loaded.layers[0].note.shape == (0,)
+    content = bytearray(saved.path.read_bytes())
+    for at in range(len(content) - 400, len(content), 40):
+        content[at] ^= 1
+        saved.path.write_bytes(content)
+        with pytest.raises(CacheFileError, match="differs from its checksum"):
+            saved.load()
+        content[at] ^= 1
+
+
+def test_compression_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Saved(tmp_path)
+    for level in (0, 23, 1.5, True):
+        with pytest.raises(OptionError, match=r"zstd=.*; allowed: None, or a level from 1 to 22"):
+            saved.save(zstd=level)
+    monkeypatch.setattr(compression, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"need zstandard, .*: pip install 'kvpass\[zstd\]'"):
+        saved.save(zstd=1)
+    rewritten(saved.path, zstd=1)
+    with pytest.raises(OptionError, match="need zstandard"):
+        saved.load()
 
 
 def rewritten(path: Path, **changes: Any) -> None:

@@ -105,10 +105,21 @@ def test_those_used_longest_ago_leave(read: Any, tmp_path: Path) -> None:
     assert add(store, read, 3)
     assert [stored(store, read, seed) for seed in (0, 1, 2, 3)] == [True, False, True, True]
     assert store.statistics.files == 3
-    tiny = eager(tmp_path / "few", max_bytes=size - 1)
+    tiny = eager(tmp_path / "few", max_bytes=size // 2)
     assert not add(tiny, read, 4), "larger than all that may be"
     assert stored(tiny, read, 0)
     assert not add(tiny, read, 0), "it is there"
+
+
+def test_files_may_be_compressed(read: Any, tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    for seed, level in enumerate((None, 1, 3)):
+        assert add(eager(tmp_path, zstd=level), read, seed)
+    (tmp_path / "index.sqlite").unlink()
+    store = eager(tmp_path)
+    assert all(stored(store, read, seed) for seed in range(3))
+    assert store.statistics.compression > 1.1
+    assert f"compressed {store.statistics.compression:.2f} times" in str(store.statistics)
 
 
 def child(function: Callable[[], None]) -> multiprocessing.Process:
