@@ -74,8 +74,8 @@ def load_cache(path: str | Path, model: Any, *, tokens: Any = None) -> Any:
 
     On a CPU the tensors are mapped, unless the file is compressed: it may be replaced or removed
     while they are in use, but not be written to. No graph is compiled beyond those that a process
-    needs for the steps to come.
-    A model that is compiled afterwards goes on in the format in which the cache was begun.
+    needs for the steps to come. A model that is compiled only afterwards goes on in the format in
+    which the cache was begun.
 
     Args:
         path: of the file.
@@ -99,7 +99,8 @@ def token_ids(tokens: Any) -> Tensor:
         OptionError: if they are something else.
     """
     ids: Tensor = torch.as_tensor(tokens).detach().cpu()
-    fits = ids.dim() in (1, 2) and not ids.is_floating_point() and ids.dtype != torch.bool
+    whole = not ids.is_floating_point() and ids.dtype != torch.bool
+    fits = ids.dim() in (1, 2) and ids.numel() > 0 and whole
     check("tokens", tuple(ids.shape), fits, "whole numbers, [B, T] or [T]")
     return ids.view(-1, ids.shape[-1]).to(torch.int32)
 
@@ -109,25 +110,10 @@ def write_cache(
 ) -> int:
     """`save_cache` for a model of this config and identity; ``ids`` are int32 ``[B, T]``. Returns
     the bytes of all that the cache holds, without compression."""
-    kind, room, writer = type(cache), None, Writer()
-    if kind is StaticCache:
-        room = max(getattr(layer, "max_cache_len", 1) for layer in cache.layers)
-    elif kind is not DynamicCache:
-        allowed = "a DynamicCache or a StaticCache of transformers"
-        raise CacheFileError(f"No {kind.__name__} can be saved; allowed: {allowed}.")
-    kinds = layer_kinds(cache)
-    if kinds != layer_kinds(_new_cache(kind.__name__, config, room)):
-        raise CacheFileError(
-            "The cache's layers are not those of the model's config: make it with "
-            f"{kind.__name__}(config=model.config), as generate does."
-        )
+    _check_kind(cache, config)
+    _check_tokens(cache, ids)
+    writer = Writer()
     layers = [writer.value(vars(x), f"layers.{i}") for i, x in enumerate(cache.layers)]
-    length = int(cache.get_seq_length())
-    if ids.shape[1] != length:
-        raise OptionError(
-            f"tokens has {ids.shape[1]} tokens where the cache holds {length}; allowed: those that "
-            "the model has read, which the last one of generate's is not."
-        )
     plain, tensors = {n: _facts(t) for n, t in writer.tensors.items()}, writer.tensors
     if zstd is not None:
         tensors = {name: compressed(tensor, zstd) for name, tensor in tensors.items()}
@@ -135,13 +121,52 @@ def write_cache(
     checked = {n: [*_facts(t), _checksum(t)] for n, t in tensors.items()}
     versions = {x.__name__: x.__version__ for x in (safetensors, torch, transformers)}
     header = {
-        "format": FORMAT, **asdict(identity), "kind": kind.__name__, "room": room,
-        "kinds": kinds, "versions": versions, "layers": layers, "tensors": checked,
+        "format": FORMAT, **asdict(identity), "kind": type(cache).__name__, "room": _room(cache),
+        "kinds": layer_kinds(cache), "versions": versions, "layers": layers, "tensors": checked,
         "zstd": zstd, "plain": plain,
     }  # fmt: skip
     text = json.dumps(header)
     _replace(path, tensors, {_TEXT: text, _CHECKSUM: str(crc32(text.encode()))})
     return _nbytes(plain)
+
+
+def _check_kind(cache: Any, config: Any) -> None:
+    """Refuses a cache that cannot be made anew from the model's ``config``.
+
+    Raises:
+        CacheFileError: if this is one.
+    """
+    kind = type(cache)
+    if kind not in (DynamicCache, StaticCache):
+        allowed = "a DynamicCache or a StaticCache of transformers"
+        raise CacheFileError(f"No {kind.__name__} can be saved; allowed: {allowed}.")
+    if layer_kinds(cache) != layer_kinds(_new_cache(kind.__name__, config, _room(cache))):
+        raise CacheFileError(
+            "The cache's layers are not those of the model's config: make it with "
+            f"{kind.__name__}(config=model.config), as generate does."
+        )
+
+
+def _check_tokens(cache: Any, ids: Tensor) -> None:
+    """Refuses ``ids``, int32 ``[B, T]``, of another shape than the cache's.
+
+    Raises:
+        OptionError: if they are such.
+    """
+    held = (getattr(layer, "keys", None) for layer in cache.layers)
+    rows = next((t.shape[0] for t in held if t is not None and t.dim() == 4), len(ids))
+    found, wanted = list(ids.shape), [rows, int(cache.get_seq_length())]
+    if found != wanted:
+        raise OptionError(
+            f"tokens are {found} where the cache holds {wanted} sequences and tokens; allowed: "
+            "those that the model has read, which the last one of generate's is not."
+        )
+
+
+def _room(cache: Any) -> int | None:
+    """How many tokens a static cache has room for."""
+    rooms = (getattr(layer, "max_cache_len", 1) for layer in cache.layers)
+    return max(rooms) if type(cache) is StaticCache else None
 
 
 def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -245,8 +246,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_refused_in_a_sentence(tmp_path: Path) -> None:
     saved = Saved(tmp_path)
     before = saved.path.read_bytes()
-    with pytest.raises(OptionError, match="tokens has 39 tokens where the cache holds 40"):
-        saved.save(tokens=saved.ids[:, 1:])
+    for other in (saved.ids[:, 1:], saved.ids.expand(2, 40)):
+        shape = f"{list(other.shape)} where the cache holds [1, 40] sequences and tokens"
+        with pytest.raises(OptionError, match=re.escape(shape)):
+            saved.save(tokens=other)
     with pytest.raises(OptionError, match=r"tokens=.* is not supported; allowed: whole numbers"):
         saved.save(tokens=0.5)
     with pytest.raises(CacheFileError, match="No EncoderDecoderCache can be saved"):
