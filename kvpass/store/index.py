@@ -17,6 +17,8 @@ from torch import Tensor
 from kvpass.errors import OptionError
 from kvpass.store.identity import Identity
 
+# The name of the file, with another number for other tables.
+INDEX = "index-1.sqlite"
 # Tokens that have a hash, which stands for all tokens before them too.
 GROUP = 64
 # Seconds that a process waits while another one writes.

@@ -18,7 +18,7 @@ from kvpass.errors import CacheFileError, KvpassError, OptionError, check, check
 from kvpass.store.cache_file import layer_kinds, opened, token_ids, write_cache
 from kvpass.store.compression import check_level
 from kvpass.store.identity import Identity
-from kvpass.store.index import GROUP, Entry, Index, name_of
+from kvpass.store.index import GROUP, INDEX, Entry, Index, name_of
 from kvpass.store.usage import Clock, StoreStatistics
 
 _SUFFIX = ".prefix"
@@ -77,7 +77,7 @@ class PrefixStore:
             raise OptionError(
                 f"The folder {shown(str(folder))} cannot be used: {error.strerror}."
             ) from None
-        self._index = Index(self._folder / "index.sqlite")
+        self._index = Index(self._folder / INDEX)
         # Held while a file or the index changes; a process that is killed lets it go.
         self._lock = FileLock(self._folder / "lock")
         self._counted = StoreStatistics(0, 0, 0)

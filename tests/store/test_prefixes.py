@@ -115,7 +115,7 @@ def test_files_may_be_compressed(read: Any, tmp_path: Path) -> None:
     pytest.importorskip("zstandard")
     for seed, level in enumerate((None, 1, 3)):
         assert add(eager(tmp_path, zstd=level), read, seed)
-    (tmp_path / "index.sqlite").unlink()
+    (tmp_path / "index-1.sqlite").unlink()
     store = eager(tmp_path)
     assert all(stored(store, read, seed) for seed in range(3))
     assert store.statistics.compression > 1.1
@@ -203,7 +203,7 @@ def test_what_the_index_does_not_take_is_not_kept(
     store = eager(tmp_path)
     add(store, read, 0)
     monkeypatch.setattr(index, "_PATIENCE", 0)
-    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as other:
+    with closing(sqlite3.connect(tmp_path / "index-1.sqlite")) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(OptionError, match="cannot be used: database is locked"):
             add(store, read, 1)
@@ -226,7 +226,7 @@ def test_damaged_files_leave(read: Any, tmp_path: Path) -> None:
     other = tmp_path / "weights.safetensors"
     other.write_bytes(b"not the store's")
     for broken in (b"", b"no database" * 999):
-        (tmp_path / "index.sqlite").write_bytes(broken)
+        (tmp_path / "index-1.sqlite").write_bytes(broken)
         store = eager(tmp_path)
         assert store.statistics.files == 1
         assert sorted(tmp_path.glob("*e*s")) == sorted([first, other][1:])
