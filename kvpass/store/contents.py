@@ -37,6 +37,8 @@ class Writer:
         self.tensors: dict[str, Tensor] = {}
         # By its memory: the name of the first tensor there, and that tensor.
         self._known: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+        # The memory of `tensors`.
+        self._saved: set[int] = set()
 
     def value(self, value: Any, path: str) -> Any:
         """JSON for ``value``, which is called ``path``.
@@ -80,15 +82,18 @@ class Writer:
         name, first = self._known.setdefault(memory, (path, tensor))
         kept, found = used.detach(), {}
         dense = 1 + sum((n - 1) * s for n, s in zip(kept.shape, kept.stride(), strict=True))
-        usual = torch.empty(kept.shape, device="meta").stride()
-        if kept.stride() != usual and dense == kept.numel():
+        strided = kept.stride() != torch.empty(kept.shape, device="meta").stride()
+        if dense == kept.numel() and (strided or first is not tensor):
             found = {"shape": list(kept.shape), "stride": list(kept.stride())}
-            kept = kept.as_strided((dense,), (1,))
+            # As it lies in memory.
+            kept = kept.as_strided((dense,), (1,)) if strided else kept
         if name == path:
             kept = kept.cpu().contiguous()
-            # Not what else is in its memory.
+            # Not what else is in its memory, nor what is saved already.
             whole = kept.untyped_storage().nbytes() == kept.nbytes
-            self.tensors[name] = kept if whole else kept.clone()
+            alone = whole and storage_key(kept) not in self._saved
+            self.tensors[name] = kept if alone else kept.clone()
+            self._saved.add(storage_key(self.tensors[name]))
         # What is one tensor stays one, which graphs rely on.
         return {("tensor" if first is tensor else "another"): name, **found}
 

@@ -309,3 +309,16 @@ def test_damaged_files_answer_nothing(tmp_path: Path) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert len(sentences) > 400
     assert not any("\n" in sentence for sentence in sentences)
+
+
+def test_strides_and_shared_memory_are_kept(tmp_path: Path) -> None:
+    saved = Saved(tmp_path)
+    layer, base = saved.cache.layers[0], torch.arange(24.0)
+    layer.turned, layer.flat = base.view(1, 4, 6).transpose(1, 2), base
+    layer.row = base[3:9]
+    saved.save()
+    loaded = saved.load().layers[0]
+    for name in ("turned", "flat", "row"):
+        found, wanted = getattr(loaded, name), getattr(layer, name)
+        assert torch.equal(found, wanted)
+        assert found.stride() == wanted.stride()
