@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from kvpass.recipes import recipe as recipe
     from kvpass.rules import Rule as Rule
     from kvpass.rules import register_rule as register_rule
+    from kvpass.store.cache_file import load_cache as load_cache
+    from kvpass.store.cache_file import save_cache as save_cache
+    from kvpass.store.prefixes import PrefixStore as PrefixStore
     from kvpass.tensor.packed import PackedKV as PackedKV
 
 __version__ = "0.1.0"
@@ -65,6 +68,8 @@ _NAMES = {
     "plan": "LayerPlan Plan",
     "recipes": "Recipe recipe",
     "rules": "Rule register_rule",
+    "store.cache_file": "load_cache save_cache",
+    "store.prefixes": "PrefixStore",
     "tensor.packed": "PackedKV",
 }
 _HOMES = {name: f"kvpass.{home}" for home, names in _NAMES.items() for name in names.split()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -344,6 +345,22 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 def is_compiled(model: Any) -> bool:
     """Whether ``model.compile()`` was called."""
     return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def compile_options(model: Any) -> Mapping[str, Any] | None:
+    """The options with which ``model``, or its ``forward``, is compiled by kvpass; None if it is
+    not."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    for compiled in (getattr(model, "_compiled_call_impl", None), vars(model).get("forward")):
+        # Dynamo keeps them for itself.
+        shown = getattr(compiled, "get_compiler_config", None)
+        if shown is not None:
+            context = inspect.getclosurevars(shown).nonlocals["self"]
+            backend: Any = innermost_backend(context.callback)
+            if getattr(backend, "compiler_name", None) == "kvpass":
+                return cast(Mapping[str, Any], backend.kwargs.get("options", {}))
+    return None
 
 
 def many_graphs() -> Any:

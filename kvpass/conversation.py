@@ -10,11 +10,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import DynamicCache, TextStreamer
+from transformers import DynamicCache, LogitsProcessorList, TextStreamer
 
 from kvpass.evaluate import cache_bytes, first_difference
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe
+from kvpass.store.prefixes import PrefixStore
+from kvpass.store.usage import Clock
 
 _HALF = 2
 
@@ -59,6 +61,7 @@ class Conversation:
         tokens: the most that a reply has.
         temperature: of sampling; 0: the likeliest token.
         inner: what compiles the rewritten graph, see `kvpass.options.Options`.
+        prefixes: where what was read is stored, and found by what begins with it.
     """
 
     def __init__(
@@ -70,8 +73,9 @@ class Conversation:
         tokens: int = 256,
         temperature: float = 0.0,
         inner: str = "inductor",
+        prefixes: PrefixStore | None = None,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.prefixes = model, tokenizer, prefixes
         self.tokens, self.temperature, self.inner = tokens, temperature, inner
         self.messages: list[dict[str, str]] = []
         self._cache: Any = None
@@ -91,7 +95,8 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._ids(messages)
         cache = self._cache_for(ids[0])
-        streamer = _Streamer(self.tokenizer, show)
+        streamer, clock = _Streamer(self.tokenizer, show), Clock()
+        new = ids.shape[1] - int(cache.get_seq_length())
         sampled = {"temperature": self.temperature} if self.temperature else {}
         # Until the reply is whole, the cache is ahead of what is known of it.
         self._forget()
@@ -104,6 +109,7 @@ class Conversation:
                 max_new_tokens=self.tokens,
                 do_sample=bool(sampled),
                 streamer=streamer,
+                logits_processor=LogitsProcessorList([clock]),
                 **sampled,
             )
         except BaseException:
@@ -113,6 +119,8 @@ class Conversation:
         self._read = out[0, :-1].cpu()
         answer: str = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": answer}]
+        if self.prefixes is not None:
+            self.prefixes.add(self.model, cache, self._read, seconds=clock.seconds / new)
         return answer
 
     @property
@@ -143,13 +151,14 @@ class Conversation:
 
     def _cache_for(self, ids: torch.Tensor) -> Any:
         """A cache of the first tokens of ``ids`` ``[T]``, but not of the last: the one there is,
-        cut where they differ, or an empty one."""
+        cut where they differ, a stored one, or an empty one."""
         same = first_difference(self._read, ids[: self._read.numel()])
         kept = min(self._read.numel() if same is None else same, ids.numel() - 1)
         whole = kept == self._read.numel()
         # A window that slides has forgotten what would be read again.
         if kept == 0 or not (whole or not any(self._cache.is_sliding)):
-            return DynamicCache(config=self.model.config)
+            found = None if self.prefixes is None else self.prefixes.find(self.model, ids)
+            return DynamicCache(config=self.model.config) if found is None else found
         if not whole:
             self._cache.crop(kept - self._read.numel())
         return self._cache

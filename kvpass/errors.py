@@ -46,6 +46,11 @@ class CacheStateError(KvpassError):
     """A cache was changed by other means than its own methods."""
 
 
+class CacheFileError(KvpassError):
+    """A cache that cannot be saved, or a file of one that cannot be read or is for another
+    model."""
+
+
 class KernelError(KvpassError):
     """A generated kernel cannot be rendered, compiled or launched."""
 

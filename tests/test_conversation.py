@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpass import recipe
+from kvpass import PrefixStore, recipe
 from kvpass.cli import main
 from kvpass.cli import run as command
 from kvpass.conversation import Conversation
@@ -85,16 +85,27 @@ def test_an_interrupted_turn_is_forgotten(plain):
     assert talk.reply(TEXTS[2]) == completed(plain, talk.tokenizer, ids)
 
 
-def test_the_command_replies(plain, capsys):
+def test_the_command_replies(plain, capsys, tmp_path):
     arguments = ["--prompt", TEXTS[0], "--recipe", "fp", "--tokens", "6", "--inner", "eager"]
-    assert main(["run", MODEL, *arguments]) == 0
+    assert main(["run", MODEL, *arguments, "--prefix-store", str(tmp_path / "store")]) == 0
     said = capsys.readouterr()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     ids = tokenizer(TEXTS[0], return_tensors="pt")["input_ids"]
     assert said.out.rstrip("\n") == completed(plain, tokenizer, ids).rstrip("\n")
     tokens = ids.shape[1] + 5
     assert f"{tokens} tokens in " in said.err
+    assert "0 of 1 prompts had a stored prefix" in said.err
     assert f"in 16 bits {tokens * 4 * 2 * 2 * 64 * 2:,}" in said.err
+
+
+def test_a_chat_goes_on_after_a_restart(tmp_path, plain):
+    for answers in range(2):
+        talk = talking(template=TURNS, prefixes=PrefixStore(tmp_path, min_new=8))
+        talk.messages = [{"role": "user", "content": 40 * "x = 1\n"}]
+        ids = talk._ids([*talk.messages, {"role": "user", "content": TEXTS[0]}])
+        assert talk.reply(TEXTS[0]) == completed(plain, talk.tokenizer, ids)
+        assert talk.prefixes.statistics.hits == answers
+    assert talk.prefixes.statistics.tokens == ids.shape[1] - 1
 
 
 def test_a_chat(tmp_path, monkeypatch, capsys):
@@ -125,6 +136,7 @@ def test_a_chat(tmp_path, monkeypatch, capsys):
         (["nowhere"], "kvpass: 'nowhere' is not a model folder: it has no config.json."),
         ([MODEL, "--recipe", "auto"], "kvpass: Recipe 'auto' is calibrated"),
         ([MODEL, "--recipe", "x.safetensors"], "kvpass: "),
+        ([MODEL, "--prefix-store", __file__], "kvpass: The folder '"),
         ([MODEL, "--temperature", "-1"], "kvpass run: Invalid value for '--temperature'"),
     ],
 )

@@ -19,6 +19,7 @@ from examples import (
     kvmix_parts,
     kvquant_ladder,
     plot_peak_memory,
+    prefilled_documents,
     quickstart,
     rotation_ablation,
     skvq_ablation,
@@ -75,6 +76,16 @@ def test_the_example_filter_is_compared_with_those_shipped(
         FILTERS.pop("variance", None)
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[1] for row in rows] == ["none", "variance", "heavy_hitters", "outliers"]
+
+
+def test_documents_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--documents", "2", "--tokens", "200", "--questions", "1", "--inner", "eager"]
+    prefilled_documents.main([*sizes, "--folder", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "2 documents read in " in said
+    assert "from the store first token after " in said
+    assert "4 of 4 prompts had a stored prefix" in said
+    assert len(list(tmp_path.glob("*.prefix"))) == 2
 
 
 def test_the_ablation_adds_one_part_at_a_time() -> None:

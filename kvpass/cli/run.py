@@ -36,6 +36,7 @@ _HELP = """\
 @click.option("--tokens", type=POSITIVE, default=256, help="The most of a reply.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0: no sampling.")
 @click.option("--inner", type=click.Choice(["inductor", "eager"]), default="inductor")
+@click.option("--prefix-store", metavar="FOLDER", help="Stores what is read, and goes on from it.")
 @loading
 def run(
     model: str,
@@ -44,6 +45,7 @@ def run(
     tokens: int,
     temperature: float,
     inner: str,
+    prefix_store: str | None,
     dtype: str,
     device: str,
 ) -> None:
@@ -52,12 +54,15 @@ def run(
     """
     from kvpass.conversation import Conversation
     from kvpass.options import ready_planner
+    from kvpass.store.prefixes import PrefixStore
 
     planner = ready_planner(recipe)
+    prefixes = None if prefix_store is None else PrefixStore(prefix_store)
     loaded, tokenizer = load_model(model, dtype, device)
     talk = Conversation(
-        loaded, tokenizer, planner, tokens=tokens, temperature=temperature, inner=inner
-    )
+        loaded, tokenizer, planner,
+        tokens=tokens, temperature=temperature, inner=inner, prefixes=prefixes,
+    )  # fmt: skip
     if prompt is None and sys.stdin.isatty():
         _chat(talk, Console())
     else:
@@ -111,7 +116,10 @@ def _reply(talk: Conversation, text: str, console: Console) -> None:
     with _written(talk, console) as writer:
         talk.reply(text, writer.write)
     # Not into the text where that goes to a file.
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(str(talk.usage), style="dim"))
+    beneath = Console(stderr=True, soft_wrap=True, highlight=False)
+    beneath.print(Text(str(talk.usage), style="dim"))
+    if talk.prefixes is not None:
+        beneath.print(Text(str(talk.prefixes.statistics), style="dim"))
 
 
 class _Writer:

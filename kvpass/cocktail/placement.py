@@ -20,7 +20,7 @@ from kvpass.errors import CacheStateError, OptionError, PlanError, check, shown
 from kvpass.format.channels import ChannelBasis
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.ops.chunks import positions
-from kvpass.tensor.chunked import ChunkedKV
+from kvpass.tensor.chunked import ChunkedKV, another
 
 Numbers = NDArray[np.int32]
 
@@ -91,7 +91,7 @@ class Placed:
         basis: ChannelBasis | None,
     ) -> ChunkedKV:
         """The cache tensor of a first prompt, from the ``state`` that the op returned."""
-        state = [*state, *map(_another, self.positions)]
+        state = [*state, *map(another, self.positions)]
         handle = ChunkedKV(state, plan, self.new, dtype, written=self.exact, basis=basis)
         handle.mark_dynamic()
         return handle
@@ -99,7 +99,7 @@ class Placed:
     def extended(self, handle: ChunkedKV) -> ChunkedKV:
         """``handle``, which a later prompt has extended."""
         for name, tensor in zip(handle.plan.chunk_positions, self.positions, strict=True):
-            setattr(handle, name, _another(tensor))
+            setattr(handle, name, another(tensor))
         handle.written = self.exact
         return handle
 
@@ -153,14 +153,6 @@ def place(
     for handle in handles:
         handle.reserve_segments(longest, tile)
     return Placed(index, _on_device(after, device), longest[-1], request, past, new)
-
-
-def _another(tensor: Tensor) -> Tensor:
-    """Another tensor on the same memory, and no view: Dynamo would guard its graphs on which inputs
-    are the same tensor, and compile others for a cache whose rows were reordered."""
-    with torch.inference_mode(False):
-        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return other.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
 def _check_same(handles: Sequence[ChunkedKV]) -> None:
