@@ -1,4 +1,4 @@
-"""``kvpass::linear`` in C++: linear layers of up to `MOST_TOKENS` tokens."""
+"""``kvpass::linear`` in C++: linear layers of up to 16 tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from lowering.cpp.constants import unsupported_device
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
 from lowering.cpp.structs import LINEAR
 
-MOST_TOKENS = 4
+# Of more tokens torch's own layers take less time; in bfloat16 CPUs have instructions for them.
+MOST_TOKENS = {torch.float32: 16, torch.float16: 16, torch.bfloat16: 4}
 # Bytes of a weight: below, the call takes longer than reading it.
 _LEAST_BYTES = 2**18
 # Bytes that a thread has to read: starting one takes as long.
@@ -42,8 +43,9 @@ def unsupported_reason(
     """Why C++ declines these arguments of ``kvpass::linear``, or None."""
     plain = [t for t in (x, bias, weight if scale is None else None) if t is not None]
     tokens = constant(math.prod(x.shape[:-1]))
-    if tokens is None or not 0 < tokens <= MOST_TOKENS:
-        return f"it has {tokens or 'any number of'} tokens; C++ takes 1 to {MOST_TOKENS}"
+    most = MOST_TOKENS.get(x.dtype, max(MOST_TOKENS.values()))
+    if tokens is None or not 0 < tokens <= most:
+        return f"it has {tokens or 'any number of'} tokens; C++ takes 1 to {most}"
     if any(map(is_subclass, plain)):
         return f"the weight is {type(weight).__name__}"
     if len({t.dtype for t in plain}) > 1:

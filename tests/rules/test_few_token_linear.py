@@ -31,7 +31,7 @@ def layers_by_kind(first):
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_decode_steps_gain_and_logits_stay(model, inner):
     first = max((r.index + 1 for r in reports()), default=0)
-    ids, steps = prompt(2, 12), [8, 1, 1, 1, 1]
+    ids, steps = prompt(2, 16), [12, 1, 1, 1, 1]
     twin = compiled(model, "fp", inner)
     got, _ = run_steps(twin, ids, steps)
     wanted, _ = run_steps(model, ids, steps)
