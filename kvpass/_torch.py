@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, cast
@@ -13,7 +13,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
-from torch._dynamo.source import AttrSource, LocalSource
+from torch._dynamo.source import (
+    AttrSource,
+    LocalSource,
+    TensorProperty,
+    TensorPropertySource,
+)
 from torch._dynamo.utils import compilation_time_metrics
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,6 +32,8 @@ from torch.utils._sympy.functions import Min as Min
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from kvpass._torch_cpp import call_directly
 
 SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 LINEAR: Callable[..., Tensor] = torch._C._nn.linear
@@ -109,6 +116,33 @@ def mark_static_input(node: fx.Node) -> None:
 def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:
     """Gives ``new`` the source of the inner tensor ``attribute`` of ``old``."""
     new._dynamo_source = AttrSource(old._dynamo_source, attribute)  # type: ignore[attr-defined]
+
+
+def inner_example(
+    node: fx.Node,
+    shape: Sequence[int | torch.SymInt | None],
+    dtype: torch.dtype,
+    like: Tensor,
+    example: int,
+) -> Tensor:
+    """A contiguous stand-in for the placeholder ``node``, a tensor that Dynamo does not know.
+
+    Args:
+        node: with a source of its own (`inner_source`).
+        shape: None is a size of its own in every call, of at least 2. It has no guards but those
+            that code asks for.
+        dtype: of the tensor.
+        like: a fake tensor of the graph on the same device.
+        example: for those sizes.
+    """
+    mode, source = cast(FakeTensor, like).fake_mode, node._dynamo_source  # type: ignore[attr-defined]
+    sizes = [
+        _new_size(mode, TensorPropertySource(source, TensorProperty.SIZE, dim), example)
+        if size is None
+        else size
+        for dim, size in enumerate(shape)
+    ]
+    return like.new_empty(sizes, dtype=dtype)
 
 
 def derived_source(graph: fx.Graph, new: fx.Node) -> None:
@@ -304,7 +338,12 @@ def wants_cuda_graphs(mode: str | None) -> bool:
 
 
 def compile_inductor(
-    module: fx.GraphModule, examples: list[Any], mode: str | None, tag: str, capture: bool = True
+    module: fx.GraphModule,
+    examples: list[Any],
+    mode: str | None,
+    tag: str,
+    capture: bool = True,
+    direct: Iterable[OpOverload] = (),
 ) -> Callable[..., Any]:
     """Inductor's callable for ``module``, which has ops that tracing replaces by their kernels.
 
@@ -314,10 +353,12 @@ def compile_inductor(
         mode: of Inductor.
         tag: stands for what those kernels are; Inductor's caches know a graph by its ops only.
         capture: whether CUDA graphs may replay it.
+        direct: ops that are called without PyTorch's dispatcher, see `kvpass._torch_cpp`.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
 
+    call_directly(direct)
     patches = {**inductor_modes()[mode]} if mode else {}
     if not capture:
         patches[_CUDA_GRAPHS] = False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import platform
 import struct
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from torch._ops import OpOverload
 
 
 class _DamagedLibraryError(Exception):
@@ -67,6 +69,34 @@ def load_cpp(source: str, flags: Sequence[str]) -> Any:
         return own.load(text, extra_flags=tuple(flags))
     except _DamagedLibraryError:
         return own.load(text, extra_flags=tuple(flags))
+
+
+# The attribute of an op that Inductor's code calls in its place.
+DIRECT = "kvpass_direct"
+
+
+def call_directly(ops: Iterable[OpOverload]) -> None:
+    """Lets the code that Inductor generates call the functions `DIRECT` of these ops: for a few
+    small tensors PyTorch's dispatcher takes as long as the work."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+    from torch._inductor.virtualized import V
+
+    def lowered(fallback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = len(V.graph.operations)
+        results = fallback(*args, **kwargs)
+        for kernel in V.graph.operations[made:]:
+            if isinstance(kernel, ir.FallbackKernel):
+                kernel.python_kernel_name = f"{kernel.python_kernel_name}.{DIRECT}"
+        return results
+
+    for op in ops:
+        if op not in lowerings:
+            # As Inductor itself does with an op that it does not know.
+            tag = get_layout_constraint_tag(op, with_default=True)
+            make_fallback(op, tag_to_layout_constraint(tag), warn=False)
+            lowerings[op] = partial(lowered, lowerings[op])
 
 
 CPP_PROBLEMS = ("no C++ compiler was found", "the C++ compiler refuses generated code")

@@ -198,7 +198,8 @@ def compile_inner(
         return module
     try:
         capture = report.capture_obstacle is None
-        return compile_inductor(module, examples, mode, lowering.cache_tag(), capture)
+        tag, direct = lowering.cache_tag(), lowering.direct_ops()
+        return compile_inductor(module, examples, mode, tag, capture, direct)
     except Exception as error:
         problem = cpp_problem(error)
         if problem is None:

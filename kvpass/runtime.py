@@ -195,7 +195,7 @@ def share_cos_sin(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, i
         if handle is first:
             first.reserve_cos_sin(new, after)
     for other in others:
-        other.cos_sin = first.cos_sin
+        other.hold("cos_sin", first.cos_sin)
 
 
 def _written(static: StaticStep, args: Sequence[Any]) -> int:

@@ -2,6 +2,7 @@
 
 from lowering.choice import Choice, choose, compiler_problem, lower, served_by
 from lowering.codegen import generated_files
+from lowering.providers import direct_ops
 from lowering.triton.launch import compile_ahead
 from lowering.triton.tuning import Tuned, cache_tag, tunings
 
@@ -12,6 +13,7 @@ __all__ = [
     "choose",
     "compile_ahead",
     "compiler_problem",
+    "direct_ops",
     "generated_files",
     "lower",
     "served_by",

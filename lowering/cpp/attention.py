@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
 from kvpass.ops.attention import AttentionArguments
 from lowering.cpp.constants import (
@@ -22,6 +23,7 @@ from lowering.cpp.library import load_function, native_lanes, source, unsupporte
 from lowering.cpp.structs import (
     TOKENS,
     attention_struct,
+    positions,
     state_numbers,
     state_struct,
     token_numbers,
@@ -163,29 +165,36 @@ def attend_segment(
 
 
 @cache
-def _function(kernel: Kernel) -> Callable[..., None]:
-    function = load_function("attention", kernel.source)
-    pack = attention_struct(kernel.k_plan, kernel.v_plan, kernel.segment).pack
-    return lambda *arguments: function(pack(*arguments))
+def _function(*kernel: Any) -> tuple[Callable[..., None], int]:
+    """The function of a `Kernel` with these fields, and the tokens that a sliding window leaves, 0
+    for all."""
+    made = Kernel(*kernel)
+    function = load_function("attention", made.source)
+    pack = attention_struct(made.k_plan, made.v_plan, made.segment).pack
+    window_size = parse_plan(made.k_plan).window_size or 0
+    return lambda *arguments: function(pack(*arguments)), window_size
 
 
 def _attend(a: AttentionArguments, segment: bool = False, *more: int) -> Tensor:
     """Attends to all tokens, or to those of one ``segment`` with ``more`` arguments."""
-    q, mask, sinks, (keys, values) = dense(a.q), a.mask, a.sinks, a.states
-    kernel = Kernel.of(a, keys, values, segment)
-    batch, heads, queries, _ = q.shape
+    q, keys, values, mask, scale, k_plan, v_plan, sinks, causal, window, softcap = a
+    q = dense(q)
+    batch, heads, queries, k_dim = q.shape
+    v_dim = values[positions(v_plan).tokens].shape[3]
+    codes = keys[positions(k_plan).codes]
     if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    out = q.new_empty((batch, heads, queries, kernel.v_dim))
-    _function(kernel)(
-        *state_numbers(keys, a.k_plan, kernel.k_dim),
-        *state_numbers(values, a.v_plan, kernel.v_dim),
+    out = q.new_empty((batch, heads, queries, v_dim))
+    rows = _rows(q, codes)
+    function, retained = _function(k_plan, v_plan, k_dim, v_dim, q.dtype, rows, segment)
+    function(
+        *state_numbers(keys, k_plan, k_dim),
+        *state_numbers(values, v_plan, v_dim),
         *token_numbers(q),
         *((0,) * 6 if mask is None else _mask_numbers(mask)),
         *((0, 0) if sinks is None else (sinks.data_ptr(), _KINDS[sinks.dtype])),
-        out.data_ptr(), heads // keys.codes.shape[1] * queries, queries,
-        a.causal, a.window, keys.plan.window_size or 0, torch.get_num_threads(),
-        a.scale, a.softcap, *more,
+        out.data_ptr(), heads // codes.shape[1] * queries, queries,
+        causal, window, retained, torch.get_num_threads(), scale, softcap, *more,
     )  # fmt: skip
     return out
 

@@ -16,10 +16,18 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import Size, inner_source, mark_static_input, symbol_node, symbol_positions
+from kvpass._torch import (
+    Size,
+    inner_example,
+    inner_source,
+    mark_static_input,
+    symbol_node,
+    symbol_positions,
+)
 from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelBasis, channel_basis
 from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.layout import Field
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.static import StaticUpdate
 from kvpass.graph.bases import (
@@ -55,6 +63,7 @@ from kvpass.graph.logical_calls import (
 from kvpass.ops import logical
 from kvpass.ops.basis import rotate
 from kvpass.ops.library import op_of
+from kvpass.tensor.meta import Inner
 from kvpass.tensor.packed import PackedKV
 
 ops = torch.ops.kvpass
@@ -137,23 +146,28 @@ class _Binder:
                 examples.append(example_inputs[position])
                 continue
             self.arguments[node], self.plans[node], self.state[node] = position, example.plan, []
-            for field in example.plan.layout.fields:
-                name, shared = field.name, field.name == "cos_sin"
+            for field, known in zip(example.plan.layout.fields, example.meta.inner, strict=True):
+                shared = field.name == "cos_sin"
                 inner = self.rotary.known(node) if shared else None
                 if inner is None:
-                    inner = self._inner_argument(node, name)
+                    inner = self._inner_argument(node, field, known)
                     examples.append(inner.meta["example_value"])
                     if shared:
                         self.rotary.hold(node, inner)
                 self.state[node].append(inner)
         return examples
 
-    def _inner_argument(self, node: Node, name: str) -> Node:
-        example = node.meta["example_value"]
+    def _inner_argument(self, node: Node, field: Field, known: Inner) -> Node:
+        example, name = node.meta["example_value"], field.name
         with self.graph.inserting_before(node):
             inner = self.graph.placeholder(f"{node.name}_{name}")
-        inner.meta["example_value"] = getattr(example, name)
         inner_source(node, inner, name)
+        ends, room = example.segment_ends, 2 * example.plan.tile // field.group
+        if name == "segment_ends":
+            inner.meta["example_value"] = ends
+        else:
+            shape = [example.shape[0] if size == "batch" else size for size in known.shape]
+            inner.meta["example_value"] = inner_example(inner, shape, known.dtype, ends, room)
         if self.replayed or example.plan.room is not None:
             mark_static_input(inner)
         return inner
