@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, cast
 
@@ -52,10 +51,12 @@ def make_wrapper(
     Never an inference tensor: under ``torch.inference_mode`` a view op may not return one for a
     normal one.
     """
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        return torch.Tensor._make_wrapper_subclass(
-            cls, size, strides=stride, dtype=dtype, device=like.device
-        )
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make_wrapper(cls, size, stride, like, dtype)
+    return torch.Tensor._make_wrapper_subclass(
+        cls, size, strides=stride, dtype=dtype, device=like.device
+    )
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -309,8 +310,13 @@ class Size:
         self._positions = [(positions or {})[s] for s in symbols]
         self._compute = _function_of(tuple(map(str, symbols)), PythonPrinter().doprint(expr))
 
+        # Those that depend on nothing are computed once.
+        self._number = None if self._positions else int(self._compute())
+
     def __call__(self, arguments: Sequence[Any]) -> int:
         """The size for these arguments."""
+        if self._number is not None:
+            return self._number
         return int(self._compute(*[arguments[p] for p in self._positions]))
 
 
@@ -359,11 +365,12 @@ def compile_inductor(
     from torch.compiler import config
 
     call_directly(direct)
-    patches = {**inductor_modes()[mode]} if mode else {}
+    # Inputs are what Dynamo's guards and `Meta` say: asked once a step, and not once more.
+    patches = {"size_asserts": False, **(inductor_modes()[mode] if mode else {})}
     if not capture:
         patches[_CUDA_GRAPHS] = False
     with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}"):  # type: ignore[attr-defined]
-        compiled: Any = compile_fx(module, examples, config_patches=patches or None)
+        compiled: Any = compile_fx(module, examples, config_patches=patches)
     return cast(Callable[..., Any], compiled)
 
 

@@ -10,7 +10,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
+
+_empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 
 
 class _DamagedLibraryError(Exception):
@@ -71,6 +74,14 @@ def load_cpp(source: str, flags: Sequence[str]) -> Any:
         return own.load(text, extra_flags=tuple(flags))
 
 
+def empty_cpu(shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """An unwritten contiguous tensor, made as Inductor's code makes its own: in half the time."""
+    _, heads, rows, columns = shape
+    strides = (heads * rows * columns, rows * columns, columns, 1)
+    made: torch.Tensor = _empty_strided_cpu(shape, strides, dtype)
+    return made
+
+
 # The attribute of an op that Inductor's code calls in its place.
 DIRECT = "kvpass_direct"
 
@@ -80,8 +91,8 @@ def call_directly(ops: Iterable[OpOverload]) -> None:
     small tensors PyTorch's dispatcher takes as long as the work."""
     from torch._inductor import ir
     from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
-    from torch._library.utils import get_layout_constraint_tag
     from torch._inductor.virtualized import V
+    from torch._library.utils import get_layout_constraint_tag
 
     def lowered(fallback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = len(V.graph.operations)

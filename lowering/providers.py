@@ -123,7 +123,9 @@ _GENERATED = (
 
 def direct_ops() -> tuple[OpOverload, ...]:
     """The ops with a function that compiled code may call in their place."""
-    return tuple(p.target for p in _GENERATED if isinstance(p.target, OpOverload) and p.name == "cpp")
+    return tuple(
+        p.target for p in _GENERATED if isinstance(p.target, OpOverload) and p.name == "cpp"
+    )
 
 
 # Best first; the last one of each op supports everything.

@@ -124,14 +124,15 @@ class PackedKV(PackedStorage):
         ``after`` (by default nothing slides out of it); this one becomes stale."""
         b, h, tokens, d = self.shape
         after = tokens + new if after is None else after
-        handle = make_wrapper(type(self), (b, h, after, d), None, self, self.dtype)
+        handle: Self = make_wrapper(type(self), (b, h, after, d), None, self, self.dtype)
         # State, plan, age and Dynamo's marks; this runs per layer and step, so attribute by
         # attribute would be visible.
         handle.__dict__.update(self.__dict__)
         handle.written += new
-        self._steps[0] += 1
-        handle._born = self._steps[0]
-        return cast(Self, handle)
+        steps = self._steps
+        steps[0] += 1
+        handle._born = steps[0]
+        return handle
 
     def decode(self) -> Tensor:
         """The plain tensor ``[B, H, T, D]`` that this one stands for."""

@@ -101,7 +101,7 @@ class PackedStorage(StateTensors, Tensor):
         Raises:
             StaleHandleError: if this is one.
         """
-        if self.stale:
+        if self._steps[0] != self._born:
             raise StaleHandleError(
                 f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended "
                 "its storage. Use the tensor that the cache holds now, or clone() before the step."
@@ -224,7 +224,7 @@ class PackedStorage(StateTensors, Tensor):
     def snapshot(self, new: int) -> dict[str, Tensor]:
         """Copies of the fields in which a step of ``new`` tokens may overwrite earlier ones."""
         names = self.plan.layout.overwritten["step" if new <= MAX_STEP else "prefill"]
-        return {name: getattr(self, name).clone() for name in names}
+        return {name: getattr(self, name).clone() for name in names} if names else {}
 
     def undo(self, before: dict[str, Tensor]) -> None:
         """Undoes a failed step on this handle, from the `snapshot` ``before`` it."""

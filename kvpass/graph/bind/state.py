@@ -21,6 +21,7 @@ from kvpass._torch import (
     inner_example,
     inner_source,
     mark_static_input,
+    same_size,
     symbol_node,
     symbol_positions,
 )
@@ -166,7 +167,8 @@ class _Binder:
         if name == "segment_ends":
             inner.meta["example_value"] = ends
         else:
-            shape = [example.shape[0] if size == "batch" else size for size in known.shape]
+            batch = example.shape[0]
+            shape = [batch if isinstance(size, str) else size for size in known.shape]
             inner.meta["example_value"] = inner_example(inner, shape, known.dtype, ends, room)
         if self.replayed or example.plan.room is not None:
             mark_static_input(inner)
@@ -330,7 +332,7 @@ class _Binder:
         """The packed tensor ``result``, whose state joins the results ``inner`` if it is new."""
         tokens = self._tokens(result)
         if result in self.arguments:
-            return ExtendedOutput(self.arguments[result], Size(0), tokens)
+            return ExtendedOutput(self.arguments[result], Size(0), None)
         result = behind_slides(result)
         call = AppendCall.at(result)
         count = self._tokens(call.new)
@@ -338,7 +340,11 @@ class _Binder:
             if call.past not in self.arguments:
                 message = f"{result.name} appends to {call.past}, which is not a cache argument."
                 raise GraphError(message)
-            return ExtendedOutput(self.arguments[call.past], count, tokens)
+            past, new, after = (
+                n.meta["example_value"].shape[2] for n in (call.past, call.new, result)
+            )
+            grown = None if same_size(past + new, after) else tokens
+            return ExtendedOutput(self.arguments[call.past], count, grown)
         own, basis = self._own(result), self._basis(result)
         shared = self.state[result][len(own) :]
         inner += [node for node in shared if node not in inner]
