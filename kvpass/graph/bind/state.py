@@ -330,7 +330,7 @@ class _Binder:
 
     def _packed_output(self, result: Node, inner: list[Any]) -> Output:
         """The packed tensor ``result``, whose state joins the results ``inner`` if it is new."""
-        tokens = self._tokens(result)
+        tokens, after = self._tokens(result), result.meta["example_value"].shape[2]
         if result in self.arguments:
             return ExtendedOutput(self.arguments[result], Size(0), None)
         result = behind_slides(result)
@@ -340,9 +340,7 @@ class _Binder:
             if call.past not in self.arguments:
                 message = f"{result.name} appends to {call.past}, which is not a cache argument."
                 raise GraphError(message)
-            past, new, after = (
-                n.meta["example_value"].shape[2] for n in (call.past, call.new, result)
-            )
+            past, new = (n.meta["example_value"].shape[2] for n in (call.past, call.new))
             grown = None if same_size(past + new, after) else tokens
             return ExtendedOutput(self.arguments[call.past], count, grown)
         own, basis = self._own(result), self._basis(result)
