@@ -32,7 +32,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from kvpass._torch_cpp import call_directly
+from kvpass._torch_cpp import batched_kernels, call_directly, trusted_vectors
 
 SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 LINEAR: Callable[..., Tensor] = torch._C._nn.linear
@@ -369,7 +369,8 @@ def compile_inductor(
     patches = {"size_asserts": False, **(inductor_modes()[mode] if mode else {})}
     if not capture:
         patches[_CUDA_GRAPHS] = False
-    with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}"):  # type: ignore[attr-defined]
+    own = config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}")  # type: ignore[attr-defined]
+    with own, batched_kernels(), trusted_vectors():
         compiled: Any = compile_fx(module, examples, config_patches=patches)
     return cast(Callable[..., Any], compiled)
 

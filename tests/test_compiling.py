@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from kvpass import _torch_cpp
-from kvpass._torch_cpp import cpu_features, is_cut_off, load_cpp
+from kvpass._torch_cpp import batched_kernels, cpu_features, is_cut_off, load_cpp
 
 SOURCE = 'extern "C" int kvpass_answer() { return 42; }\n'
 
@@ -41,3 +44,31 @@ def test_code_is_for_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_features()
     monkeypatch.setattr(_torch_cpp, "cpu_features", lambda: "none of this one's instructions")
     assert path_of(load_cpp(SOURCE, ())) != here
+
+
+KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0, const int64_t ks0)
+{{ for (int64_t i = 0; i < ks0; ++i) out_ptr0[i] = {value} * in_ptr0[i]; }}
+"""
+HELPER = "#include <cstdint>\nstatic float twice(float x) { return x + x; }\n"
+
+
+def test_kernels_of_a_graph_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many parts as there are threads; one that is more than a function stays alone."""
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
+    sources = [KERNEL.format(value=value) for value in (2, 3, 5)]
+    sources.append(KERNEL.format(value="twice(3.5f)").replace("#include", HELPER + "#include"))
+    types = ["const float*", "float*", "const int64_t"]
+    compiled, known = AsyncCompile(), set(CppPythonBindingsCodeCache._loaded_module_names)
+    with batched_kernels():
+        scope = {f"k{i}": compiled.cpp_pybinding(types, x) for i, x in enumerate(sources)}
+        compiled.wait(scope)
+    x, y = torch.ones(3), torch.zeros(3)
+    for name, value in zip(scope, (2, 3, 5, 7), strict=True):
+        scope[name](x, y, 3)
+        assert y.tolist() == [value] * 3
+        with pytest.raises(RuntimeError, match="3 args"):
+            scope[name](x, y)
+    libraries = CppPythonBindingsCodeCache._loaded_module_names - known
+    assert sorted(name.rpartition(".")[2] for name in libraries) == ["kernel", "kernels", "kernels"]
