@@ -66,15 +66,32 @@ def cpu_features() -> str:
     return next((x.split(":")[1].strip() for x in lines if x.startswith(("flags", "Features"))), "")
 
 
-def load_cpp(source: str, flags: Sequence[str]) -> Any:
-    """The library compiled from C++ ``source`` with Inductor's compiler, kept in its cache;
-    ``flags`` come behind Inductor's own, so that they win. One that is damaged is compiled anew."""
-    own, text = _code_cache(), f"{source}// The CPU has {cpu_features()}.\n"
+def start_cpp(source: str, flags: Sequence[str]) -> Callable[[], Any]:
+    """Begins to compile C++ ``source`` with Inductor's compiler, in one of its threads, unless it
+    is in Inductor's cache; ``flags`` come behind Inductor's own, so that they win.
+
+    Returns:
+        What waits for the library. One that is damaged is compiled anew.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    text = f"{source}// The CPU has {cpu_features()}.\n"
     with trusted_vectors():
+        submit = AsyncCompile.submit
+        made = _code_cache().load_async(text, extra_flags=tuple(flags), submit_fn=submit)
+
+    def wait() -> Any:
         try:
-            return own.load(text, extra_flags=tuple(flags))
+            return made()
         except _DamagedLibraryError:
-            return own.load(text, extra_flags=tuple(flags))
+            return made()
+
+    return wait
+
+
+def load_cpp(source: str, flags: Sequence[str]) -> Any:
+    """The library of `start_cpp`."""
+    return start_cpp(source, flags)()
 
 
 def empty_cpu(shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Tensor:
