@@ -1,4 +1,4 @@
-"""Compiled C++ libraries that are not whole: they are compiled anew."""
+"""What is compiled: libraries that are not whole anew, kernels together, and nothing twice."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.cpp_builder import CppBuilder
 
 from kvpass import _torch_cpp
 from kvpass._torch_cpp import batched_kernels, cpu_features, is_cut_off, load_cpp
+from lowering.cpp import library
+from tests.harness import compiled, run_steps
+from tests.models import prompt, tiny_model
 
 SOURCE = 'extern "C" int kvpass_answer() { return 42; }\n'
 
@@ -72,3 +77,26 @@ def test_kernels_of_a_graph_are_compiled_together(monkeypatch: pytest.MonkeyPatc
             scope[name](x, y)
     libraries = CppPythonBindingsCodeCache._loaded_module_names - known
     assert sorted(name.rpartition(".")[2] for name in libraries) == ["kernel", "kernels", "kernels"]
+
+
+def test_another_process_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs in Inductor's cache, under kvpass's tag, and all kernels without the compiler."""
+    model = tiny_model("llama", layers=1)
+
+    def start() -> tuple[int, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        for cached in (library._started, library.load_function):
+            cached.cache_clear()
+        _torch_cpp._code_cache().cache.clear()
+        CppPythonBindingsCodeCache.cache_clear()
+        run_steps(compiled(model, "kivi-4bit", "inductor"), prompt(1, 21), [20, 1])
+        found = counters["inductor"]
+        return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+
+    def build(*_: Any) -> None:
+        pytest.fail("the compiler was asked")
+
+    start()
+    monkeypatch.setattr(CppBuilder, "build", build)
+    assert start() == (2, 0)
