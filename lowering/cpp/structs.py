@@ -119,7 +119,7 @@ class Positions(NamedTuple):
 
 @cache
 def positions(plan: str) -> Positions:
-    """Those of a state with this printed plan."""
+    """Places of the fields in a state with this printed plan."""
     layout = parse_plan(plan).layout
     names = layout.names
     window, cos_sin = (names.index(n) if n in names else None for n in ("window", "cos_sin"))
