@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from kvpass._torch_cpp import DIRECT
 
@@ -121,11 +120,9 @@ _GENERATED = (
 )
 
 
-def direct_ops() -> tuple[OpOverload, ...]:
+def direct_ops() -> tuple[Any, ...]:
     """The ops with a function that compiled code may call in their place."""
-    return tuple(
-        p.target for p in _GENERATED if isinstance(p.target, OpOverload) and p.name == "cpp"
-    )
+    return tuple(p.target for p in _GENERATED if p.name == "cpp")
 
 
 # Best first; the last one of each op supports everything.
