@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -14,7 +13,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
-from torch._dynamo.source import AttrSource, LocalSource
+from torch._dynamo.source import (
+    AttrSource,
+    LocalSource,
+    TensorProperty,
+    TensorPropertySource,
+)
 from torch._dynamo.utils import compilation_time_metrics
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,6 +32,8 @@ from torch.utils._sympy.functions import Min as Min
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from kvpass._torch_cpp import batched_kernels, call_directly, trusted_vectors
 
 SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 LINEAR: Callable[..., Tensor] = torch._C._nn.linear
@@ -46,10 +52,12 @@ def make_wrapper(
     Never an inference tensor: under ``torch.inference_mode`` a view op may not return one for a
     normal one.
     """
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        return torch.Tensor._make_wrapper_subclass(
-            cls, size, strides=stride, dtype=dtype, device=like.device
-        )
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make_wrapper(cls, size, stride, like, dtype)
+    return torch.Tensor._make_wrapper_subclass(
+        cls, size, strides=stride, dtype=dtype, device=like.device
+    )
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -110,6 +118,33 @@ def mark_static_input(node: fx.Node) -> None:
 def inner_source(old: fx.Node, new: fx.Node, attribute: str) -> None:
     """Gives ``new`` the source of the inner tensor ``attribute`` of ``old``."""
     new._dynamo_source = AttrSource(old._dynamo_source, attribute)  # type: ignore[attr-defined]
+
+
+def inner_example(
+    node: fx.Node,
+    shape: Sequence[int | torch.SymInt | None],
+    dtype: torch.dtype,
+    like: Tensor,
+    example: int,
+) -> Tensor:
+    """A contiguous stand-in for the placeholder ``node``, a tensor that Dynamo does not know.
+
+    Args:
+        node: with a source of its own (`inner_source`).
+        shape: None is a size of its own in every call, of at least 2. It has no guards but those
+            that code asks for.
+        dtype: of the tensor.
+        like: a fake tensor of the graph on the same device.
+        example: for those sizes.
+    """
+    mode, source = cast(FakeTensor, like).fake_mode, node._dynamo_source  # type: ignore[attr-defined]
+    sizes = [
+        _new_size(mode, TensorPropertySource(source, TensorProperty.SIZE, dim), example)
+        if size is None
+        else size
+        for dim, size in enumerate(shape)
+    ]
+    return like.new_empty(sizes, dtype=dtype)
 
 
 def derived_source(graph: fx.Graph, new: fx.Node) -> None:
@@ -276,8 +311,13 @@ class Size:
         self._positions = [(positions or {})[s] for s in symbols]
         self._compute = _function_of(tuple(map(str, symbols)), PythonPrinter().doprint(expr))
 
+        # Those that depend on nothing are computed once.
+        self._number = None if self._positions else int(self._compute())
+
     def __call__(self, arguments: Sequence[Any]) -> int:
         """The size for these arguments."""
+        if self._number is not None:
+            return self._number
         return int(self._compute(*[arguments[p] for p in self._positions]))
 
 
@@ -305,7 +345,12 @@ def wants_cuda_graphs(mode: str | None) -> bool:
 
 
 def compile_inductor(
-    module: fx.GraphModule, examples: list[Any], mode: str | None, tag: str, capture: bool = True
+    module: fx.GraphModule,
+    examples: list[Any],
+    mode: str | None,
+    tag: str,
+    capture: bool = True,
+    direct: Iterable[OpOverload] = (),
 ) -> Callable[..., Any]:
     """Inductor's callable for ``module``, which has ops that tracing replaces by their kernels.
 
@@ -315,15 +360,19 @@ def compile_inductor(
         mode: of Inductor.
         tag: stands for what those kernels are; Inductor's caches know a graph by its ops only.
         capture: whether CUDA graphs may replay it.
+        direct: ops that are called without PyTorch's dispatcher, see `kvpass._torch_cpp`.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
 
-    patches = {**inductor_modes()[mode]} if mode else {}
+    call_directly(direct)
+    # Inputs are what Dynamo's guards and `Meta` say: asked once a step, and not once more.
+    patches = {"size_asserts": False, **(inductor_modes()[mode] if mode else {})}
     if not capture:
         patches[_CUDA_GRAPHS] = False
-    with config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}"):  # type: ignore[attr-defined]
-        compiled: Any = compile_fx(module, examples, config_patches=patches or None)
+    own = config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}")  # type: ignore[attr-defined]
+    with own, batched_kernels(), trusted_vectors():
+        compiled: Any = compile_fx(module, examples, config_patches=patches)
     return cast(Callable[..., Any], compiled)
 
 

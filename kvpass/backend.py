@@ -34,7 +34,7 @@ from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
 from kvpass.inspect.explain import describe
 from kvpass.inspect.report import GraphReport, new_report
-from kvpass.options import parse_options
+from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
 from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
 from kvpass.rules.diagnostics import bias_warnings, large_key_biases
@@ -97,17 +97,7 @@ def kvpass(
         for fold in binding.folds:
             if not is_traced(examples[fold.position]):
                 fold(examples[fold.position])
-    with report.timed("lower"):
-        bound = Context(module.graph, Sites(), planner, served_by=lowering.served_by)
-        report.events += apply_rules(bound, BOUND_RULES)
-        report.choices = lowering.lower(module.graph)
-        report.kernels = lowering.generated_files
-        verify_bound(module.graph)
-        module.recompile()
-        report.bound = copy_module(module)
-    check_capture(binding, examples, mode, report)
-    with report.timed("inner compile"):
-        inner = compile_inner(module, list(binding.examples), mode, opts.inner, report)
+    inner = lower_and_compile(module, binding, examples, mode, opts, report)
     if problem := lowering.compiler_problem(report.choices):
         warn_once(_SLOWER.format(problem), report)
     publish(report)
@@ -165,6 +155,35 @@ def warn_of_refusals(report: GraphReport, strict: bool) -> None:
         warnings.warn(f"kvpass: {message}.", stacklevel=2)
 
 
+def lower_and_compile(
+    module: GraphModule,
+    binding: Binding,
+    examples: Sequence[Any],
+    mode: str | None,
+    opts: Options,
+    report: GraphReport,
+) -> Callable[..., Any]:
+    """The inner graph as a callable. The kernels of its ops are compiled while Inductor compiles
+    the rest; only if one cannot be compiled, all is done again with what computes its op then."""
+    events = list(report.events)
+    while True:
+        lowered = copy_module(module)
+        with report.timed("lower"):
+            bound = Context(lowered.graph, Sites(), opts.planner, served_by=lowering.served_by)
+            report.events = events + apply_rules(bound, BOUND_RULES)
+            report.choices = lowering.lower(lowered.graph)
+            report.kernels = lowering.generated_files
+            verify_bound(lowered.graph)
+            lowered.recompile()
+            report.bound = copy_module(lowered)
+        check_capture(binding, examples, mode, report)
+        with report.timed("inner compile"):
+            inner = compile_inner(lowered, list(binding.examples), mode, opts.inner, report)
+        with report.timed("lower"):
+            if not lowering.failed_kernels():
+                return inner
+
+
 def check_capture(
     binding: Binding, examples: Sequence[Any], mode: str | None, report: GraphReport
 ) -> None:
@@ -198,7 +217,8 @@ def compile_inner(
         return module
     try:
         capture = report.capture_obstacle is None
-        return compile_inductor(module, examples, mode, lowering.cache_tag(), capture)
+        tag, direct = lowering.cache_tag(), lowering.direct_ops()
+        return compile_inductor(module, examples, mode, tag, capture, direct)
     except Exception as error:
         problem = cpp_problem(error)
         if problem is None:
@@ -228,6 +248,8 @@ def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:
         and why better ones declined.
     """
     chosen, declined = lowering.choose(op, args, {})
+    if lowering.failed_kernels():
+        chosen, declined = lowering.choose(op, args, {})
     return chosen.target, lowering.Choice(op, op, chosen.name, declined, chosen.waits)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpass._torch import assert_async
 from kvpass.errors import CacheStateError
 from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.retention import MAX_STEP
 from kvpass.graph.bind.binding import (
     Binding,
     ExtendedOutput,
@@ -25,6 +26,7 @@ from kvpass.graph.bind.binding import (
 )
 from kvpass.inspect.report import GraphReport
 from kvpass.ops.ring import read_ring
+from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
 
 # What is added to hidden scores is below.
@@ -33,17 +35,21 @@ _HIDDEN = -1e4
 _FIRST_ROOM = 2
 
 
+# Of an argument: the tensors of its state, these but for what another one brings, the argument
+# itself, or nothing.
+_Part = Literal["state", "own", "itself"] | None
+
+
 class PackedCallable:
     """Calls the inner graph with inner tensors. A failed call leaves every cache tensor as it
     was."""
 
     def __init__(self, inner: Callable[..., Any], binding: Binding, report: GraphReport) -> None:
         self._inner, self._binding, self.report = inner, binding, report
-        self._packed = frozenset(binding.packed)
-        # Packed arguments whose cosines and sines another one brings.
-        self._led = frozenset(p for group in binding.shared for p in group[1:])
         self._extended = [o for o in binding.outputs if isinstance(o, ExtendedOutput)]
         self._warned = False
+        # What the inner graph gets of each argument, in their order; see `_Part`.
+        self._parts: list[_Part] = []
         # A number for each room that the cache tensors have had.
         self._rooms: dict[tuple[tuple[int, ...], ...], int] = {}
 
@@ -52,13 +58,14 @@ class PackedCallable:
         binding = self._binding
         for position in binding.packed:
             args[position].check()
-        steps = [(args[o.argument], o.new(args), o.tokens(args)) for o in self._extended]
+        extended = self._steps(args)
         placed = None if binding.chunks is None else binding.chunks.place(args, self._first_warning)
-        for handle, new, after in steps:
-            handle.reserve(new, after)
+        for handle, new, after in extended:
+            if new > MAX_STEP or handle.written + new > handle.reserved:
+                handle.reserve(new, after)
         for group in binding.shared:
-            share_cos_sin([args[p] for p in group], steps)
-        steps += self._static_steps(args)
+            share_cos_sin([args[p] for p in group], extended)
+        steps = [*extended, *self._static_steps(args)]
         flat = self._flat(args, placed)
         before = [handle.snapshot(new) for handle, new, _ in steps]
         plain = [_changed(buffer, args).clone() for buffer in binding.buffers]
@@ -80,17 +87,19 @@ class PackedCallable:
             _pack_buffer(buffer, args, old)
         if placed is not None:
             placed.succeeded()
-        return self._wrap(args, results, placed)
+        return self._wrap(args, extended, results, placed)
 
     def _flat(self, args: Sequence[Any], placed: Placed | None) -> list[Any]:
         """The arguments of the inner graph."""
         binding = self._binding
         flat: list[Any] = []
-        for position, arg in enumerate(args):
-            if position in self._packed:
-                flat.extend(arg.own if position in self._led else arg.state)
-            elif position not in binding.dropped:
+        if not self._parts:
+            self._parts = _parts(binding, len(args))
+        for arg, part in zip(args, self._parts, strict=True):
+            if part == "itself":
                 flat.append(arg)
+            elif part is not None:
+                flat += arg.own if part == "own" else arg.state
         flat += [] if placed is None else placed.scatter_index
         flat += [fold(args[fold.position]) for fold in binding.folds]
         flat += binding.constants
@@ -98,6 +107,15 @@ class PackedCallable:
             rooms = tuple([args[position].rooms for position in binding.packed])
             flat.append(self._rooms.setdefault(rooms, _FIRST_ROOM + len(self._rooms)))
         return flat
+
+    def _steps(self, args: Sequence[Any]) -> list[tuple[PackedKV, int, int]]:
+        """The cache tensors that a call extends, new tokens, and lengths after it."""
+        steps = []
+        for output in self._extended:
+            handle, new = args[output.argument], output.new(args)
+            after = handle.size(2) + new if output.tokens is None else output.tokens(args)
+            steps.append((handle, new, after))
+        return steps
 
     def _first_warning(self) -> bool:
         """Whether no other warning came before this one."""
@@ -138,24 +156,43 @@ class PackedCallable:
         return [(args[a], new, args[a].shape[2]) for a, new in handles.items()]
 
     def _wrap(
-        self, args: Sequence[Any], results: Sequence[Any], placed: Placed | None
+        self,
+        args: Sequence[Any],
+        extended: Sequence[tuple[PackedKV, int, int]],
+        results: Sequence[Any],
+        placed: Placed | None,
     ) -> list[Any]:
         wrapped: list[Any] = []
-        chunks = self._binding.chunks
+        live: list[PackedKV] = []
+        steps, chunks = iter(extended), self._binding.chunks
         for output in self._binding.outputs:
             if isinstance(output, PlainOutput):
                 wrapped.append(results[output.index])
-            elif isinstance(output, FreshOutput):
-                wrapped.append(_fresh(output, args, results, placed))
+                continue
+            if isinstance(output, FreshOutput):
+                handle = _fresh(output, args, results, placed)
             else:
-                handle = args[output.argument].extended(output.new(args), output.tokens(args))
+                past, new, after = next(steps)
+                handle = past.extended(new, after)
                 if chunks is not None and output.argument in chunks.pasts:
                     assert placed is not None
+                    assert isinstance(handle, ChunkedKV)
                     placed.extended(handle)
-                wrapped.append(handle)
-        handles = zip(self._binding.outputs, wrapped, strict=True)
-        self.report.live = [weakref.ref(x) for o, x in handles if not isinstance(o, PlainOutput)]
+            live.append(handle)
+            wrapped.append(handle)
+        self.report.live = list(map(weakref.ref, live))
         return wrapped
+
+
+def _parts(binding: Binding, count: int) -> list[_Part]:
+    """What the inner graph gets of each of ``count`` arguments."""
+    parts: list[_Part] = [None if p in binding.dropped else "itself" for p in range(count)]
+    for position in binding.packed:
+        parts[position] = "state"
+    for _, *led in binding.shared:
+        for position in led:
+            parts[position] = "own"
+    return parts
 
 
 def _fresh(
@@ -195,7 +232,7 @@ def share_cos_sin(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, i
         if handle is first:
             first.reserve_cos_sin(new, after)
     for other in others:
-        other.cos_sin = first.cos_sin
+        other.hold("cos_sin", first.cos_sin)
 
 
 def _written(static: StaticStep, args: Sequence[Any]) -> int:

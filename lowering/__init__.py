@@ -2,6 +2,8 @@
 
 from lowering.choice import Choice, choose, compiler_problem, lower, served_by
 from lowering.codegen import generated_files
+from lowering.cpp.library import failed_kernels
+from lowering.providers import direct_ops
 from lowering.triton.launch import compile_ahead
 from lowering.triton.tuning import Tuned, cache_tag, tunings
 
@@ -12,6 +14,8 @@ __all__ = [
     "choose",
     "compile_ahead",
     "compiler_problem",
+    "direct_ops",
+    "failed_kernels",
     "generated_files",
     "lower",
     "served_by",

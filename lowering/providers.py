@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from kvpass._torch_cpp import DIRECT
+
 # Importing these defines the ops that are provided for here.
 from kvpass.ops import length as _length  # noqa: F401
 from kvpass.ops import linear as _linear  # noqa: F401
@@ -80,7 +82,9 @@ def _cpp(
     _CPP.define(SCHEMAS[op])
     _CPP.impl(op, implementation, "CPU")
     torch.library.register_fake(f"kvpass_cpp::{op}", FAKES[op], lib=_CPP)
-    return Provider("cpp", op, getattr(torch.ops.kvpass_cpp, op).default, unsupported_reason)
+    target = getattr(torch.ops.kvpass_cpp, op).default
+    setattr(target, DIRECT, implementation)
+    return Provider("cpp", op, target, unsupported_reason)
 
 
 _GENERATED = (
@@ -114,5 +118,12 @@ _GENERATED = (
     _triton("pack", pack.pack, pack.unsupported_reason),
     _triton("unpack", unpack.unpack, unpack.unsupported_reason),
 )
+
+
+def direct_ops() -> tuple[Any, ...]:
+    """The ops with a function that compiled code may call in their place."""
+    return tuple(p.target for p in _GENERATED if p.name == "cpp")
+
+
 # Best first; the last one of each op supports everything.
 PROVIDERS = {op: (*(p for p in _GENERATED if p.op == op), _aten(op)) for op in SCHEMAS}

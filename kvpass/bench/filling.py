@@ -135,7 +135,7 @@ def packed_cache(setting: Setting, plan: LayerPlan) -> Any:
         )
         if plan.keys.rope is not None:
             # All layers hold the same.
-            layer.keys.cos_sin = cache.layers[0].keys.cos_sin
+            layer.keys.hold("cos_sin", cache.layers[0].keys.cos_sin)
         for handle in (layer.keys, layer.values):
             handle.mark_dynamic()
     return cache

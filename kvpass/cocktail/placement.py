@@ -99,7 +99,7 @@ class Placed:
     def extended(self, handle: ChunkedKV) -> ChunkedKV:
         """``handle``, which a later prompt has extended."""
         for name, tensor in zip(handle.plan.chunk_positions, self.positions, strict=True):
-            setattr(handle, name, another(tensor))
+            handle.hold(name, another(tensor))
         handle.written = self.exact
         return handle
 

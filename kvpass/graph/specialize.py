@@ -36,9 +36,7 @@ def specialize(graph: Graph) -> None:
 
 def _fix_packed(x: PackedKV) -> None:
     _fix_sizes(x, 0, 2)
-    growing = x.plan.growing
-    for name in x.plan.layout.names:
-        _fix_sizes(getattr(x, name), 0, growing.get(name, 0))
+    _fix_sizes(x.segment_ends, 0)
 
 
 def _fix_sizes(x: Tensor, *free: int) -> None:

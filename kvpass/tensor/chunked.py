@@ -49,7 +49,6 @@ class ChunkedKV(PackedKV):
                 field, tokens = self.plan.layout[name], -(-count // tile) * tile
                 if field.room(getattr(self, name)) < tokens:
                     self._move(field, tokens)
-        self.mark_dynamic()
 
     def joins(self, others: Sequence[PackedStorage]) -> bool:
         """True: each row has boundaries of its own."""

@@ -37,6 +37,8 @@ def rebuilt(
 @handles(aten.detach.default, aten.alias.default)
 def same(x: PackedKV) -> PackedKV:
     """Another handle on the same storage, of the same age."""
+    if is_traced(x.segment_ends):
+        return _traced(x, x.shape[2])
     handle = type(x)(x.state, x.plan, x.shape[2], x.dtype, written=x.written, basis=x.basis)
     handle._steps, handle._born = x._steps, x._born
     return handle
@@ -159,7 +161,8 @@ def slice_traced(
 
 
 def _traced(x: PackedKV, tokens: int) -> PackedKV:
-    return type(x)(x.state, x.plan, tokens, x.dtype, basis=x.basis)
+    size = (*x.shape[:2], tokens, x.shape[3])
+    return type(x).__tensor_unflatten__({"segment_ends": x.segment_ends}, x.meta, size, None)
 
 
 @handles(aten.cat.default)

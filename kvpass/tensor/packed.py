@@ -17,10 +17,8 @@ from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.library import op_of
 from kvpass.tensor.dispatch import HANDLERS, note_decode, write_refused
+from kvpass.tensor.meta import Meta
 from kvpass.tensor.storage import PackedStorage
-
-# What is known of a `PackedKV` beside its inner tensors; Dynamo guards on it.
-Meta = tuple[TensorPlan, torch.dtype, ChannelBasis | None]
 
 
 class PackedKV(PackedStorage):
@@ -41,7 +39,6 @@ class PackedKV(PackedStorage):
         plan: TensorPlan,
         tokens: int,
         dtype: torch.dtype,
-        stride: Sequence[int] | None = None,
         written: int | None = None,
         basis: ChannelBasis | None = None,
     ) -> Self:
@@ -49,10 +46,10 @@ class PackedKV(PackedStorage):
         channels are in ``basis``; its last segment ends at ``written`` (default: ``tokens``)."""
         shaped = State(state, plan).tokens
         size = (shaped.shape[0], shaped.shape[1], tokens, shaped.shape[3])
-        self = make_wrapper(cls, size, stride, shaped, dtype)
+        self = make_wrapper(cls, size, None, shaped, dtype)
         self.plan = plan
         for name, tensor in zip(plan.layout.names, state, strict=True):
-            setattr(self, name, tensor)
+            setattr(self, name, tensor.contiguous())
         self._steps, self._born = [0], 0
         self.written = tokens if written is None else written
         self.basis = basis
@@ -80,7 +77,9 @@ class PackedKV(PackedStorage):
         return packed
 
     def __tensor_flatten__(self) -> tuple[list[str], Meta]:
-        return list(self.plan.layout.names), (self.plan, self.dtype, self.basis)
+        """One inner tensor, by which compilers tell that they trace: what else they have to know of
+        the others, and to guard, is in `Meta`. Code for the state gets it from the cache tensor."""
+        return ["segment_ends"], self.meta
 
     @classmethod
     def __tensor_unflatten__(
@@ -88,11 +87,14 @@ class PackedKV(PackedStorage):
         inner: dict[str, Tensor],
         meta: Meta,
         outer_size: Sequence[int],
-        outer_stride: Sequence[int],
+        outer_stride: Sequence[int] | None,
     ) -> Self:
-        plan, dtype, basis = meta
-        state = [inner[name] for name in plan.layout.names]
-        return cls(state, plan, outer_size[2], dtype, outer_stride, basis=basis)
+        """A stand-in, which is traced: without a state."""
+        ends = inner["segment_ends"]
+        self = make_wrapper(cls, outer_size, outer_stride, ends, meta.dtype)
+        self.plan, self.basis, self.segment_ends, self._meta = meta.plan, meta.basis, ends, meta
+        self._steps, self._born, self.written = [0], 0, outer_size[2]
+        return cast(Self, self)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -122,14 +124,15 @@ class PackedKV(PackedStorage):
         ``after`` (by default nothing slides out of it); this one becomes stale."""
         b, h, tokens, d = self.shape
         after = tokens + new if after is None else after
-        handle = make_wrapper(type(self), (b, h, after, d), None, self, self.dtype)
+        handle: Self = make_wrapper(type(self), (b, h, after, d), None, self, self.dtype)
         # State, plan, age and Dynamo's marks; this runs per layer and step, so attribute by
         # attribute would be visible.
         handle.__dict__.update(self.__dict__)
         handle.written += new
-        self._steps[0] += 1
-        handle._born = self._steps[0]
-        return cast(Self, handle)
+        steps = self._steps
+        steps[0] += 1
+        handle._born = steps[0]
+        return handle
 
     def decode(self) -> Tensor:
         """The plain tensor ``[B, H, T, D]`` that this one stands for."""

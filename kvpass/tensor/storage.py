@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from kvpass.format.retention import MAX_STEP
 from kvpass.format.state import State, StateTensors
 from kvpass.ops.ring import write_ring
 from kvpass.ops.unpack import read_packed
+from kvpass.tensor.meta import Inner, Meta, meta_of
+
+_COMPUTED = dict.fromkeys(("_state", "_meta", "_rooms", "_reserved"))
 
 
 class PackedStorage(StateTensors, Tensor):
@@ -32,8 +36,34 @@ class PackedStorage(StateTensors, Tensor):
     # Shared by all handles on one storage: how many steps have extended it.
     _steps: list[int]
     _born: int
-    # `rooms`, until a field moves.
+    # What is computed of the inner tensors, until one of them is replaced.
+    _state: list[Tensor] | None = None
+    _meta: Meta | None = None
     _rooms: tuple[int, ...] | None = None
+    _reserved: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in self.__dict__.items() if name not in _COMPUTED}
+
+    def hold(self, name: str, tensor: Tensor) -> None:
+        """Puts ``tensor`` in the place of the inner tensor ``name``."""
+        setattr(self, name, tensor)
+        self.__dict__.update(_COMPUTED)
+
+    @property
+    def meta(self) -> Meta:
+        """What compiled code relies on."""
+        if self._meta is None:
+            plan, batch, inner = self.plan, self.shape[0], []
+            for name, tensor in zip(plan.layout.names, self.state, strict=True):
+                # All begin with the sequences, or, where these share a row, with 1.
+                shape: list[int | str | None] = list(tensor.shape)
+                shape[0] = "batch" if shape[0] == batch else shape[0]
+                if name in plan.growing:
+                    shape[plan.growing[name]] = None
+                inner.append(Inner(tuple(shape), tensor.dtype))
+            self._meta = meta_of(plan, self.dtype, self.basis, tuple(inner))
+        return self._meta
 
     @property
     def rooms(self) -> tuple[int, ...]:
@@ -46,12 +76,14 @@ class PackedStorage(StateTensors, Tensor):
     @property
     def state(self) -> list[Tensor]:
         """The inner tensors in the order in which ops take them."""
-        return [getattr(self, name) for name in self.plan.layout.names]
+        if self._state is None:
+            self._state = [getattr(self, name) for name in self.plan.layout.names]
+        return self._state
 
     @property
     def own(self) -> list[Tensor]:
         """The inner tensors but for those that all layers share."""
-        return [getattr(self, name) for name in self.plan.layout.own_names]
+        return self.state[: len(self.plan.layout.own)]
 
     @property
     def named(self) -> State:
@@ -69,11 +101,27 @@ class PackedStorage(StateTensors, Tensor):
         Raises:
             StaleHandleError: if this is one.
         """
-        if self.stale:
+        if self._steps[0] != self._born:
             raise StaleHandleError(
                 f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended "
                 "its storage. Use the tensor that the cache holds now, or clone() before the step."
             )
+
+    @property
+    def reserved(self) -> int:
+        """Up to how many `written` tokens a decode step finds room without `reserve`; -1 where each
+        one has to ask."""
+        if self._reserved is None:
+            plan = self.plan
+            if plan.room is not None:
+                self._reserved = plan.room
+            elif plan.window_size is not None:
+                slides = plan.capacity(plan.window_size + MAX_STEP) <= self.capacity
+                self._reserved = sys.maxsize if slides else -1
+            else:
+                # At most all tokens are packed.
+                self._reserved = -1 if plan.grows else self.capacity
+        return self._reserved
 
     def reserve(self, new: int, after: int | None = None) -> None:
         """Makes room for a step of ``new`` tokens, after which ``after`` are left (by default
@@ -119,11 +167,9 @@ class PackedStorage(StateTensors, Tensor):
         for field in self.plan.layout.fields:
             if field.grows == grows:
                 self._move(field, tokens, end)
-        self.mark_dynamic()
 
     def _move(self, field: Field, tokens: int, end: int | None = None) -> None:
-        setattr(self, field.name, field.moved(getattr(self, field.name), tokens, end))
-        self._rooms = None
+        self.hold(field.name, field.moved(getattr(self, field.name), tokens, end))
 
     def _ring_end(self, grows: str) -> int | None:
         """The end of the tokens in fields that grow so and are rings; None: they are none."""
@@ -178,7 +224,7 @@ class PackedStorage(StateTensors, Tensor):
     def snapshot(self, new: int) -> dict[str, Tensor]:
         """Copies of the fields in which a step of ``new`` tokens may overwrite earlier ones."""
         names = self.plan.layout.overwritten["step" if new <= MAX_STEP else "prefill"]
-        return {name: getattr(self, name).clone() for name in names}
+        return {name: getattr(self, name).clone() for name in names} if names else {}
 
     def undo(self, before: dict[str, Tensor]) -> None:
         """Undoes a failed step on this handle, from the `snapshot` ``before`` it."""
@@ -211,10 +257,7 @@ class PackedStorage(StateTensors, Tensor):
             self.grow("cos_sin", max(needed, plan.capacity(room + room // 4)))
 
     def mark_dynamic(self) -> None:
-        """Tells Dynamo that length and capacity vary, so that one decode graph serves all of
-        them. Those of a static cache do not."""
-        if self.plan.room is not None:
-            return
-        mark_dynamic(self, 2)
-        for name, dim in self.plan.growing.items():
-            mark_dynamic(getattr(self, name), dim)
+        """Tells Dynamo that the length varies, so that one decode graph serves all of them. That of
+        a static cache does not."""
+        if self.plan.room is None:
+            mark_dynamic(self, 2)

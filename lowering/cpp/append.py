@@ -73,7 +73,7 @@ def append(
         wide = cos_sin.dtype == torch.float32
         rotary = (cos_sin.data_ptr(), *strides, wide, *_rope_pairs(rope))
     room = tensor_function("append", plan, dim, new.dtype, segments)(
-        *state_numbers(State.of(state, plan), plan, dim),
+        *state_numbers(state, plan, dim),
         *token_numbers(new),
         count,
         torch.get_num_threads(),

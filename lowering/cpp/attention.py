@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpass._torch_cpp import empty_cpu
+from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
 from kvpass.ops.attention import AttentionArguments
 from lowering.cpp.constants import (
@@ -22,6 +24,7 @@ from lowering.cpp.library import load_function, native_lanes, source, unsupporte
 from lowering.cpp.structs import (
     TOKENS,
     attention_struct,
+    positions,
     state_numbers,
     state_struct,
     token_numbers,
@@ -100,8 +103,11 @@ def _rows(q: Tensor, k: Tensor) -> int:
     number. 1 and 2 leave room for tokens."""
     rows: int | torch.SymInt = q.shape[1] // k.shape[1] * q.shape[2]
     # A question to a symbol would guard the graph on its answer.
-    if not isinstance(rows, int):
-        return _GEMV_ROWS
+    return _row_size(rows) if isinstance(rows, int) else _GEMV_ROWS
+
+
+@cache
+def _row_size(rows: int) -> int:
     sizes = (1, 2, _GEMV_ROWS, _VECTOR_ROWS)
     return next((size for size in sizes if rows <= size), _GEMM_ROWS)
 
@@ -140,7 +146,7 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
 
     A row that sees no token gives zero. Threads are torch's.
     """
-    return _attend(AttentionArguments(*args, **kwargs))
+    return _attend(*args, **kwargs)
 
 
 def attend_segment(
@@ -157,33 +163,54 @@ def attend_segment(
         carried: float32 ``[B, Hq, n, D + 2]``: what earlier segments have summed, then this one.
     """
     more = (positions.data_ptr(), positions.shape[1], segments, number, carried.data_ptr())
-    return _attend(a, True, *more)
+    return _attend(*a, more=more)
 
 
 @cache
-def _function(kernel: Kernel) -> Callable[..., None]:
-    function = load_function("attention", kernel.source)
-    pack = attention_struct(kernel.k_plan, kernel.v_plan, kernel.segment).pack
-    return lambda *arguments: function(pack(*arguments))
+def _function(*kernel: Any) -> tuple[Callable[..., None], int]:
+    """The function of a `Kernel` with these fields, and the tokens that a sliding window leaves, 0
+    for all."""
+    made = Kernel(*kernel)
+    function = load_function("attention", made.source)
+    pack = attention_struct(made.k_plan, made.v_plan, made.segment).pack
+    window_size = parse_plan(made.k_plan).window_size or 0
+    return lambda *arguments: function(pack(*arguments)), window_size
 
 
-def _attend(a: AttentionArguments, segment: bool = False, *more: int) -> Tensor:
-    """Attends to all tokens, or to those of one ``segment`` with ``more`` arguments."""
-    q, mask, sinks, (keys, values) = dense(a.q), a.mask, a.sinks, a.states
-    kernel = Kernel.of(a, keys, values, segment)
-    batch, heads, queries, _ = q.shape
+def _attend(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    k_plan: str,
+    v_plan: str,
+    sinks: Tensor | None = None,
+    causal: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
+    more: tuple[int, ...] = (),
+) -> Tensor:
+    """Attends to all tokens, or to those of one segment, which takes ``more`` numbers. See
+    `AttentionArguments`, which would take a tenth of the time to make."""
+    q = dense(q)
+    batch, heads, queries, k_dim = q.shape
+    v_dim = values[positions(v_plan).tokens].shape[3]
+    codes = keys[positions(k_plan).codes]
     if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    out = q.new_empty((batch, heads, queries, kernel.v_dim))
-    _function(kernel)(
-        *state_numbers(keys, a.k_plan, kernel.k_dim),
-        *state_numbers(values, a.v_plan, kernel.v_dim),
+    out = empty_cpu((batch, heads, queries, v_dim), q.dtype)
+    rows = heads // codes.shape[1] * queries
+    kernel = k_plan, v_plan, k_dim, v_dim, q.dtype, _row_size(rows), bool(more)
+    function, retained = _function(*kernel)
+    function(
+        *state_numbers(keys, k_plan, k_dim),
+        *state_numbers(values, v_plan, v_dim),
         *token_numbers(q),
         *((0,) * 6 if mask is None else _mask_numbers(mask)),
         *((0, 0) if sinks is None else (sinks.data_ptr(), _KINDS[sinks.dtype])),
-        out.data_ptr(), heads // keys.codes.shape[1] * queries, queries,
-        a.causal, a.window, keys.plan.window_size or 0, torch.get_num_threads(),
-        a.scale, a.softcap, *more,
+        out.data_ptr(), rows, queries,
+        causal, window, retained, torch.get_num_threads(), scale, softcap, *more,
     )  # fmt: skip
     return out
 

@@ -53,10 +53,12 @@ def unsupported_append(
     return append.unsupported_reason(exact, new, str(FP), *rotation, segments=segments)
 
 
-def append_chunks(state: list[Tensor], new: Tensor, plan: str, *rotation: Any) -> None:
+def append_chunks(
+    state: list[Tensor], new: Tensor, plan: str, *rotation: Any, **named: Any
+) -> None:
     """As `kvpass.ops.chunks.append_chunks`, for arguments that `unsupported_append` takes."""
     exact, segments = _exact(state, plan)
-    append.append(exact, new, str(FP), *rotation, segments=segments)
+    append.append(exact, new, str(FP), *rotation, **named, segments=segments)
 
 
 def _segment(state: State, plan: ChunkedPlan, number: int) -> list[Tensor]:

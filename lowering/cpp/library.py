@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvpass._torch_cpp import cpp_problem, load_cpp
+from kvpass._torch_cpp import cpp_problem, start_cpp
 from kvpass.format.retention import MAX_STEP
 from lowering.codegen import write_source
 from lowering.cpp.constants import DTYPES, constants_of
@@ -136,27 +136,58 @@ def load_function(op: str, text: str) -> Callable[[bytes], Any]:
     Raises:
         Exception: Inductor's, if the source cannot be compiled.
     """
-    function = getattr(_library(op if op in _CONTRACTION else "tensor", text), op)
+    function = getattr(_started(_kind(op), text)(), op)
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64 if op in _RESULTS else None
     return function  # type: ignore[no-any-return]
 
 
-@cache
-def _library(name: str, text: str) -> Any:
-    write_source(name, text, ".cpp")
-    return load_cpp(text, (_CONTRACTION[name], *_FLAGS))
+def _kind(op: str) -> str:
+    return op if op in _CONTRACTION else "tensor"
+
+
+# Sources that are being compiled, and why those that cannot be compiled cannot, by kind and text.
+_waiting: dict[tuple[str, str], Callable[[], Any]] = {}
+_problems: dict[tuple[str, str], str] = {}
 
 
 @cache
+def _started(kind: str, text: str) -> Callable[[], Any]:
+    """Begins to compile a source; what waits for its library."""
+    write_source(kind, text, ".cpp")
+    wait = start_cpp(text, (_CONTRACTION[kind], *_FLAGS))
+    _waiting[kind, text] = wait
+    return wait
+
+
 def unsupported_compiler(op: str, text: str) -> str | None:
-    """Compiles the function of an op; why that is not possible, or None."""
-    try:
-        load_function(op, text)
-    except Exception as error:
-        problem = cpp_problem(error)
-        if problem is None:
-            raise
-        log.debug("%s cannot be compiled", op, exc_info=error)
-        return problem
-    return None
+    """Begins to compile the function of an op; why that is not possible, or None: then
+    `failed_kernels` tells in the end."""
+    key = _kind(op), text
+    if key not in _problems:
+        try:
+            _started(*key)
+        except Exception as error:
+            _note(key, error)
+    return _problems.get(key)
+
+
+def failed_kernels() -> bool:
+    """Waits for all that is being compiled: whether any of it cannot be, which nobody had known.
+    `unsupported_compiler` then knows."""
+    known = len(_problems)
+    for key, wait in list(_waiting.items()):
+        try:
+            wait()
+        except Exception as error:
+            _note(key, error)
+        del _waiting[key]
+    return len(_problems) > known
+
+
+def _note(key: tuple[str, str], error: Exception) -> None:
+    problem = cpp_problem(error)
+    if problem is None:
+        raise error
+    log.debug("%s cannot be compiled", key[0], exc_info=error)
+    _problems[key] = problem

@@ -42,7 +42,7 @@ def pack(
     if ranges is not None:
         state.qparams.copy_(ranges)
     tensor_function("pack", _unbounded(plan), dim, new.dtype)(
-        *state_numbers(state, plan, dim), *token_numbers(new), count, packed,
+        *state_numbers(state.tensors, plan, dim), *token_numbers(new), count, packed,
         torch.get_num_threads(),
     )  # fmt: skip
     return state.tensors

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
-from kvpass.format.state import State
 from lowering.support import row_stride
 
 _CODES = {"int64_t": "q", "double": "d"}
@@ -92,15 +92,38 @@ def state_struct(name: str, plan: str, shared: bool = False) -> Struct:
     return Struct(name, (*pointers, *_BESIDE_TENSORS), f"Cache<{name}>")
 
 
-def state_numbers(s: State, plan: str, dim: int) -> tuple[int, ...]:
-    """The members of a `state_struct` for the tensors of a state with this printed plan, whose
-    tokens have ``dim`` channels in each head."""
-    batch, heads, capacity, _ = s.codes.shape
-    ring = s.window.shape[2] if "window" in s else 0
-    stride, room = (row_stride(s.cos_sin), s.cos_sin.shape[1]) if "cos_sin" in s else (0, 0)
-    addresses = map(Tensor.data_ptr, s.tensors)
-    calibrated = _calibrated(plan, heads, dim)
-    return (*addresses, batch, heads, capacity, ring, stride, room, *calibrated)
+def state_numbers(tensors: Sequence[Tensor], plan: str, dim: int) -> tuple[int, ...]:
+    """The members of a `state_struct` for ``tensors``, a state with this printed plan, whose tokens
+    have ``dim`` channels in each head. (By position: this runs several times per layer and step.)
+    """
+    at = positions(plan)
+    batch, heads, capacity, _ = tensors[at.codes].shape
+    ring = 0 if at.window is None else tensors[at.window].shape[2]
+    stride = room = 0
+    if at.cos_sin is not None and at.cos_sin < len(tensors):
+        stride, room = row_stride(tensors[at.cos_sin]), tensors[at.cos_sin].shape[1]
+    addresses = map(Tensor.data_ptr, tensors)
+    return (
+        *addresses, batch, heads, capacity, ring, stride, room, *_calibrated(plan, heads, dim)
+    )  # fmt: skip
+
+
+class Positions(NamedTuple):
+    """Where fields are among the tensors of a state; ``tokens``: see `StateLayout.tokens`."""
+
+    codes: int
+    tokens: int
+    window: int | None
+    cos_sin: int | None
+
+
+@cache
+def positions(plan: str) -> Positions:
+    """Places of the fields in a state with this printed plan."""
+    layout = parse_plan(plan).layout
+    names = layout.names
+    window, cos_sin = (names.index(n) if n in names else None for n in ("window", "cos_sin"))
+    return Positions(names.index("codes"), names.index(layout.tokens), window, cos_sin)
 
 
 @cache

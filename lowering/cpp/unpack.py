@@ -35,6 +35,6 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
     batch, heads, _, dim = s.tokens.shape
     out = s.tokens.new_empty((batch, heads, tokens, dim))
     tensor_function("unpack", plan, dim, dtype)(
-        *state_numbers(s, plan, dim), out.data_ptr(), tokens, torch.get_num_threads()
+        *state_numbers(state, plan, dim), out.data_ptr(), tokens, torch.get_num_threads()
     )
     return out

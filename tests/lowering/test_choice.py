@@ -10,7 +10,7 @@ import torch
 import triton
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._guards import TracingContext, tracing
-from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
@@ -20,9 +20,8 @@ from kvpass.ops.cos_sin import rotated
 from kvpass.ops.pack import pack_fake
 from kvpass.recipes import recipe
 from kvpass.rules import BOUND_RULES, Context, apply_rules
-from lowering import Choice, compiler_problem, lower, served_by
+from lowering import Choice, compiler_problem, failed_kernels, lower, served_by
 from lowering.cpp import library
-from lowering.cpp.library import load_function, unsupported_compiler
 from lowering.providers import PROVIDERS
 
 KEYS, VALUES = "int2.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"
@@ -162,17 +161,34 @@ def test_aten_where_no_compiler_is(monkeypatch):
     def missing(*_):
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr("lowering.cpp.library.load_cpp", missing)
-    unsupported_compiler.cache_clear()
-    load_function.cache_clear()
-    library._library.cache_clear()
+    monkeypatch.setattr("lowering.cpp.library.start_cpp", missing)
+    monkeypatch.setattr(library, "_problems", {})
+    library._started.cache_clear()
     graph = decode_graph(FakeTensorMode(), "cpu", dim=32)
     declined = (("cpp", "no C++ compiler was found"), ("triton", ON_CPU))
     choices = lower(graph)
     assert choices[-1] == Choice("attention", "attention_default", "aten", declined, waits=True)
     assert torch.ops.kvpass.attention.default in {n.target for n in graph.nodes}
     assert compiler_problem(choices) == "no C++ compiler was found"
-    unsupported_compiler.cache_clear()
+
+
+def test_aten_where_a_kernel_turns_out_not_to_compile(monkeypatch):
+    """It is compiled beside Inductor's code; the next choice knows."""
+
+    def refused():
+        raise CppCompileError(["g++"], "")
+
+    monkeypatch.setattr("lowering.cpp.library.start_cpp", lambda *_: refused)
+    monkeypatch.setattr(library, "_problems", {})
+    monkeypatch.setattr(library, "_waiting", {})
+    library._started.cache_clear()
+    found = []
+    for _ in range(2):
+        choices = lower(decode_graph(FakeTensorMode(), "cpu", dim=32))
+        found.append(([c.provider for c in choices], failed_kernels()))
+    library._started.cache_clear()
+    assert found == [(["cpp"] * 3, True), (["aten"] * 3, False)]
+    assert compiler_problem(choices) == "the C++ compiler refuses generated code"
 
 
 @pytest.mark.parametrize(

@@ -457,7 +457,10 @@ def test_bits_per_element_counts_what_is_used(plan, tokens):
 
 
 def test_flatten_and_unflatten():
+    """To a stand-in for compilers, of the same plan, shape and dtype."""
     x = packed()
     names, meta = x.__tensor_flatten__()
     inner = {name: getattr(x, name) for name in names}
-    equal(PackedKV.__tensor_unflatten__(inner, meta, x.shape, x.stride()), x.decode())
+    y = PackedKV.__tensor_unflatten__(inner, meta, x.shape, x.stride())
+    assert (y.shape, y.stride(), y.dtype, y.plan) == (x.shape, x.stride(), x.dtype, x.plan)
+    assert y.__tensor_flatten__()[1] is meta

@@ -26,11 +26,12 @@ class PlainOutput:
 
 @dataclass(frozen=True)
 class ExtendedOutput:
-    """The cache tensor of argument ``argument`` after ``new`` more tokens, of length ``tokens``."""
+    """The cache tensor of argument ``argument`` after ``new`` more tokens, of length ``tokens``;
+    None: that many more than it was."""
 
     argument: int
     new: Size
-    tokens: Size
+    tokens: Size | None
 
 
 @dataclass(frozen=True)

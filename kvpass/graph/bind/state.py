@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import Size, inner_source, mark_static_input, symbol_node, symbol_positions
+from kvpass._torch import (
+    Size,
+    inner_example,
+    inner_source,
+    mark_static_input,
+    same_size,
+    symbol_node,
+    symbol_positions,
+)
 from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelBasis, channel_basis
 from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.layout import Field
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.static import StaticUpdate
 from kvpass.graph.bases import (
@@ -55,6 +64,7 @@ from kvpass.graph.logical_calls import (
 from kvpass.ops import logical
 from kvpass.ops.basis import rotate
 from kvpass.ops.library import op_of
+from kvpass.tensor.meta import Inner
 from kvpass.tensor.packed import PackedKV
 
 ops = torch.ops.kvpass
@@ -137,23 +147,29 @@ class _Binder:
                 examples.append(example_inputs[position])
                 continue
             self.arguments[node], self.plans[node], self.state[node] = position, example.plan, []
-            for field in example.plan.layout.fields:
-                name, shared = field.name, field.name == "cos_sin"
+            for field, known in zip(example.plan.layout.fields, example.meta.inner, strict=True):
+                shared = field.name == "cos_sin"
                 inner = self.rotary.known(node) if shared else None
                 if inner is None:
-                    inner = self._inner_argument(node, name)
+                    inner = self._inner_argument(node, field, known)
                     examples.append(inner.meta["example_value"])
                     if shared:
                         self.rotary.hold(node, inner)
                 self.state[node].append(inner)
         return examples
 
-    def _inner_argument(self, node: Node, name: str) -> Node:
-        example = node.meta["example_value"]
+    def _inner_argument(self, node: Node, field: Field, known: Inner) -> Node:
+        example, name = node.meta["example_value"], field.name
         with self.graph.inserting_before(node):
             inner = self.graph.placeholder(f"{node.name}_{name}")
-        inner.meta["example_value"] = getattr(example, name)
         inner_source(node, inner, name)
+        ends, room = example.segment_ends, 2 * example.plan.tile // field.group
+        if name == "segment_ends":
+            inner.meta["example_value"] = ends
+        else:
+            batch = example.shape[0]
+            shape = [batch if isinstance(size, str) else size for size in known.shape]
+            inner.meta["example_value"] = inner_example(inner, shape, known.dtype, ends, room)
         if self.replayed or example.plan.room is not None:
             mark_static_input(inner)
         return inner
@@ -314,9 +330,9 @@ class _Binder:
 
     def _packed_output(self, result: Node, inner: list[Any]) -> Output:
         """The packed tensor ``result``, whose state joins the results ``inner`` if it is new."""
-        tokens = self._tokens(result)
+        tokens, after = self._tokens(result), result.meta["example_value"].shape[2]
         if result in self.arguments:
-            return ExtendedOutput(self.arguments[result], Size(0), tokens)
+            return ExtendedOutput(self.arguments[result], Size(0), None)
         result = behind_slides(result)
         call = AppendCall.at(result)
         count = self._tokens(call.new)
@@ -324,7 +340,9 @@ class _Binder:
             if call.past not in self.arguments:
                 message = f"{result.name} appends to {call.past}, which is not a cache argument."
                 raise GraphError(message)
-            return ExtendedOutput(self.arguments[call.past], count, tokens)
+            past, new = (n.meta["example_value"].shape[2] for n in (call.past, call.new))
+            grown = None if same_size(past + new, after) else tokens
+            return ExtendedOutput(self.arguments[call.past], count, grown)
         own, basis = self._own(result), self._basis(result)
         shared = self.state[result][len(own) :]
         inner += [node for node in shared if node not in inner]
