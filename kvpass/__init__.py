@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvpass.recipes import recipe as recipe
     from kvpass.rules import Rule as Rule
     from kvpass.rules import register_rule as register_rule
+    from kvpass.serving.serve import serve_packed as serve_packed
     from kvpass.tensor.packed import PackedKV as PackedKV
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ _NAMES = {
     "plan": "LayerPlan Plan",
     "recipes": "Recipe recipe",
     "rules": "Rule register_rule",
+    "serving.serve": "serve_packed",
     "tensor.packed": "PackedKV",
 }
 _HOMES = {name: f"kvpass.{home}" for home, names in _NAMES.items() for name in names.split()}
