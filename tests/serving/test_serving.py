@@ -123,7 +123,7 @@ def agree(name: str, outputs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_each_answer_is_that_of_the_request_alone(name: str, data: st.DataObject) -> None:
     """Whatever else is served: arrivals, cancellations, forks, shared prefixes, evictions."""
