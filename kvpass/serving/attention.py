@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpass.backend import provider
 from kvpass.errors import CacheStateError, OptionError
 from kvpass.ops.attention import (
     AttentionArguments,
@@ -14,76 +16,12 @@ from kvpass.ops.attention import (
     dense_attention,
     mask_rows,
 )
-from kvpass.serving.allocator import Step
-from kvpass.serving.exact import ExactPages
-from kvpass.serving.pages import TensorPages
+from kvpass.serving.stored import Readable, StoredTensor
 
 # Queries that are attended with at a time: scores take this many rows of a head.
 QUERIES = 128
-
-
-class Exact(NamedTuple):
-    """The exact tokens of a request before a step: sinks ``[1, H, s, D]``, if others are packed
-    behind them, and the last ones ``[1, H, n, D]``, the first of which is at position ``start``."""
-
-    sinks: Tensor
-    tail: Tensor
-    start: int
-
-
-class Readable(NamedTuple):
-    """The keys or the values of a request in a step, in both forms.
-
-    Attributes:
-        pages: how they are stored.
-        packed: ``[1, H, P, D]``, decoded; sinks as they are.
-        tail: exact tokens ``[1, H, n, D]`` from position ``start`` on.
-    """
-
-    pages: TensorPages
-    packed: Tensor
-    tail: Tensor
-    start: int
-
-    def packed_before(self, tokens: int) -> int:
-        """See `RetentionPolicy.packed_before`."""
-        return self.pages.plan.retention.packed_before(tokens)
-
-    def upto(self, packed: int, end: int) -> Tensor:
-        """Tokens up to position ``end``, the first ``packed`` of them packed."""
-        tail = self.tail[:, :, packed - self.start : end - self.start]
-        return torch.cat([self.packed[:, :, :packed], tail], dim=2)
-
-
-def read_exact(
-    pages: TensorPages, exact: ExactPages, at: tuple[int, int], step: Step, page_size: int
-) -> Exact:
-    """The exact tokens before a ``step`` of keys or values, which ``at`` says: layer and kind."""
-    start = pages.plan.retention.packed_before(step.past - 1)
-    found = exact.read(*at, step.exact)
-    sinks = found[:, :, : pages.plan.sinks if start else 0]
-    # Behind the pages of sinks.
-    behind = found.shape[2] - (-(-step.past // page_size) - step.first) * page_size
-    first = behind + start - step.first * page_size
-    return Exact(sinks, found[:, :, first : behind + step.past - step.first * page_size], start)
-
-
-def extended(
-    pages: TensorPages, exact: ExactPages, at: tuple[int, int], step: Step, old: Exact, new: Tensor
-) -> Readable:
-    """Appends ``new`` ``[1, H, n, D]``: packs what is due, and keeps the others exact."""
-    start, sinks = old.start, pages.plan.sinks
-    end = pages.plan.retention.packed_before(step.total - 1)
-    tail = torch.cat([old.tail, new], dim=2)
-    first = max(start, sinks)
-    if end > first:
-        pages.write(step.blocks, first, tail[:, :, first - start : end - start])
-    for page, slot, begin, stop in step.kept:
-        exact.write(*at, (page, slot), new[:, :, begin - step.past : stop - step.past])
-    packed = pages.read(step.blocks, end, new.dtype)
-    if end:
-        packed[:, :, :sinks] = old.sinks if start else tail[:, :, :sinks]
-    return Readable(pages, packed, tail, start)
+# What computes ``kvpass::attention`` of one token, by plans, shape, dtype and device.
+_TARGETS: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
 
 
 def attend(q: Tensor, keys: Readable, values: Readable, past: int, a: AttentionArguments) -> Tensor:
@@ -99,12 +37,30 @@ def attend(q: Tensor, keys: Readable, values: Readable, past: int, a: AttentionA
         end = first + queries.shape[2]
         ends = [(x.packed_before(first), x.packed_before(end - 1)) for x in (keys, values)]
         if all(low == high for low, high in ends):
+            if queries.shape[2] == 1 and keys.packs and values.packs:
+                out.append(_attend_one(queries, keys, values, a))
+                continue
             k, v = (x.upto(low, end) for x, (low, _) in zip((keys, values), ends, strict=True))
-            one = queries.shape[2] == 1
-            out.append(dense_attention(a._replace(q=queries, causal=not one), k, v))
+            out.append(dense_attention(a._replace(q=queries, causal=True), k, v))
         else:
             out.append(_attend_both(queries, keys, values, first, a))
     return torch.cat(out, dim=2)
+
+
+def _attend_one(q: Tensor, keys: Readable, values: Readable, a: AttentionArguments) -> Tensor:
+    """`attend` of one token ``[1, Hq, 1, D]``: ``kvpass::attention`` by whoever computes it best,
+    as in a compiled graph."""
+    shape, heads = q.shape, keys.tail.shape[1]
+    if keys.pages.basis is not None:
+        q = keys.pages.basis.store(q.reshape(1, heads, -1, shape[3])).reshape(shape)
+    a = a._replace(q=q, keys=keys.state(), values=values.state())
+    key = (a.k_plan, a.v_plan, heads, *shape, q.dtype, q.device)
+    if key not in _TARGETS:
+        _TARGETS[key], _ = provider("attention", *a)
+    out: Tensor = _TARGETS[key](*a)
+    if values.pages.basis is not None:
+        out = values.pages.basis.restore(out.reshape(1, heads, -1, shape[3])).reshape(shape)
+    return out
 
 
 def _attend_both(
@@ -176,20 +132,20 @@ def paged_attention(
             "keys and values of the same width, without attention sinks of the model."
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    a = AttentionArguments(query, [], [], None, scale, "", "", softcap=softcap or 0.0)
-    allocator, layer, steps = cache.allocator, module.layer_idx, cache.steps
-    exact, page_size = allocator.exact, allocator.tokens_per_page
-    stored = [
-        (p[layer], kind) for kind, p in enumerate((allocator.pages.keys, allocator.pages.values))
-    ]
+    pages, exact, layer = cache.allocator.pages, cache.allocator.exact, module.layer_idx
+    k, v = (
+        StoredTensor(p[layer], exact, layer, i) for i, p in enumerate((pages.keys, pages.values))
+    )
+    a = AttentionArguments(
+        query, [], [], None, scale, k.pages.printed, v.pages.printed, softcap=softcap or 0.0
+    )
     # All are read before any is written: a page may have been taken from one request for another.
-    old = [[read_exact(p, exact, (layer, k), step, page_size) for p, k in stored] for step in steps]
+    before = [(step, k.before(step), v.before(step)) for step in cache.steps]
     out, start = [], 0
-    for step, exacts in zip(steps, old, strict=True):
-        new = slice(start, start := start + step.total - step.past)
-        keys, values = (
-            extended(pages, exact, (layer, kind), step, before, x[:, :, new])
-            for (pages, kind), before, x in zip(stored, exacts, (key, value), strict=True)
-        )
+    for step, old_keys, old_values in before:
+        new = slice(start, start + step.total - step.past)
+        keys = k.append(step, old_keys, key[:, :, new])
+        values = v.append(step, old_values, value[:, :, new])
         out.append(attend(query[:, :, new], keys, values, step.past, a))
+        start = new.stop
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None

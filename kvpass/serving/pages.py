@@ -30,8 +30,9 @@ class TensorPages:
     `kvpass.format.layout.codec_fields` has it, with the page for the capacity.
 
     Attributes:
-        plan: how tokens are stored.
+        plan: how tokens are stored, and as ops take it, ``printed``.
         basis: how the pages hold the channels of each head.
+        page_size: tokens.
         nbytes: bytes of a page.
     """
 
@@ -43,22 +44,25 @@ class TensorPages:
         dtype: torch.dtype,
     ) -> None:
         heads, page_size, dim = shape
-        self.plan, self.basis = plan, basis
+        self.plan, self.basis, self.page_size = plan, basis, page_size
+        self.printed = str(plan)
         self._fields = plan.layout.encoded()
         sizes = {"batch": 1, "heads": heads, "channels": dim, "capacity": page_size}
         sizes |= codec_sizes(plan.codec, "", heads, dim)
         like = torch.empty(0, dtype=dtype, device="meta")
         self._empty = [field.empty(like, sizes) for field in self._fields]
         self.nbytes = sum(aligned(t.nbytes) for t in self._empty)
-        # Of each field ``[blocks, entries of a page, ...]``.
+        # Of each field ``[blocks, entries of a page, ...]``, and with blocks before the entries.
         self._entries: list[Tensor] = []
+        self._pages: list[Tensor] = []
 
     def bind(self, pool: Tensor, offset: int) -> None:
         """Lets the pages lie at ``offset`` in the blocks of ``pool`` uint8 ``[blocks, bytes]``."""
-        self._entries = []
+        self._entries, self._pages = [], []
         for field, t in zip(self._fields, self._empty, strict=True):
             view = pool[:, offset : offset + t.nbytes].view(t.dtype).unflatten(1, t.shape[1:])
             self._entries.append(view.movedim(field.token_dim, 1))
+            self._pages.append(view.movedim(0, field.token_dim - 1))
             offset += aligned(t.nbytes)
 
     def write(self, blocks: Tensor, start: int, x: Tensor) -> None:
@@ -71,14 +75,20 @@ class TensorPages:
             at, page = torch.arange(first, first + count, device=x.device), entries.shape[1]
             entries[blocks[at // page], at % page] = part[0].movedim(field.token_dim - 1, 0)
 
+    def gathered(self, blocks: Tensor, first: int, tokens: int) -> list[Tensor]:
+        """What `write` has encoded of ``tokens`` of a request from position ``first`` on, both
+        whole groups: the fields ``[1, ...]`` of `StateLayout.encoded`."""
+        parts = []
+        for field, pages in zip(self._fields, self._pages, strict=True):
+            dim, count = field.token_dim - 1, first + tokens
+            used = blocks[: -(-count // (pages.shape[dim + 1] * field.group))]
+            found = pages.index_select(dim, used).flatten(dim, dim + 1).unsqueeze(0)
+            parts.append(field.tokens(found, first, tokens).contiguous())
+        return parts
+
     def read(self, blocks: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
         """The first ``tokens`` of a request, decoded: ``[1, H, tokens, D]``."""
-        parts = []
-        for field, entries in zip(self._fields, self._entries, strict=True):
-            count = tokens // field.group
-            found = entries[blocks[: -(-count // entries.shape[1])]].flatten(0, 1)[:count]
-            parts.append(found.movedim(0, field.token_dim - 1).unsqueeze(0).contiguous())
-        x = decode(self.plan.codec, parts, dtype)
+        x = decode(self.plan.codec, self.gathered(blocks, 0, tokens), dtype)
         return x if self.basis is None else self.basis.restore(x)
 
 
