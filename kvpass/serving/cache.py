@@ -134,6 +134,21 @@ class PackedPagedCache(PagedAttentionCache):
         self.max_tokens_read = self.num_blocks * page
 
     @property
+    def plain_tokens(self) -> int:
+        """The tokens that the bytes of the pool, exact pages included, would hold as they are."""
+        exact = self.allocator.exact.tokens
+        token = exact.nbytes // (exact.shape[2] * int(self.allocator.tokens_per_page))
+        return (int(self.cache_tensor.nbytes) + exact.nbytes) // token
+
+    def summary(self) -> str:
+        """What the pool holds, in a line."""
+        return (
+            f"room for {self.max_tokens_read:,} packed tokens and the exact ones of "
+            f"{self.allocator.most_requests:,} requests in the bytes of {self.plain_tokens:,} "
+            f"tokens in {str(self.dtype).removeprefix('torch.')}"
+        )
+
+    @property
     def steps(self) -> list[Step]:
         """The steps of the requests in the batch, in its order."""
         return [self.allocator.steps[x.state.request_id] for x in self.io.requests_in_batch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import copy
 from types import MethodType
 from typing import Any
@@ -21,10 +22,15 @@ from kvpass.errors import check, check_choice
 from kvpass.plan import Plan
 from kvpass.serving.attention import paged_attention
 from kvpass.serving.cache import PackedPagedCache
+from kvpass.serving.pages import aligned
 
 ATTENTION = "kvpass_paged"
+# Tokens of a page, at least, if the user does not say: in longer ones more tokens are exact, too.
+_PAGE_SIZE = 64
 # What `_ready` sets in a config: without a batch in flight, and without padding.
 _OFF = {"use_async_batching": False, "use_cuda_graph": False, "max_blocks_per_request": 0}
+
+log = logging.getLogger(__name__)
 
 
 class PackedBatchingManager(ContinuousBatchingManager):
@@ -62,6 +68,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
             model._supports_logits_to_keep(),
             self.asked,
         )
+        log.info("The pool has %s", cache.summary())
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(config, cache.num_blocks, cache.max_batch_tokens)
         processor = ContinuousBatchProcessor(
@@ -93,7 +100,10 @@ def _ready(config: ContinuousBatchingConfig | None, group: int) -> ContinuousBat
     Raises:
         OptionError: if it asks for what packed pages do not have.
     """
-    ready = ContinuousBatchingConfig() if config is None else copy(config)
+    if config is None:
+        ready = ContinuousBatchingConfig(page_size=aligned(_PAGE_SIZE, group))
+    else:
+        ready = copy(config)
     size = ready.page_size
     check("page_size", size, size % group == 0, f"multiples of the keys' group of {group} tokens")
     check("cpu_offload_space", ready.cpu_offload_space, not ready.cpu_offload_space, "0")

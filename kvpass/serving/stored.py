@@ -1,4 +1,4 @@
-"""`StoredTensor`: the keys or the values of a layer in packed pages and exact ones; what a step reads."""
+"""`StoredTensor`: the keys or the values of a layer, in packed and in exact pages."""
 
 from __future__ import annotations
 

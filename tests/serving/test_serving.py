@@ -196,10 +196,10 @@ def test_the_methods_of_the_model_serve_packed_pages() -> None:
     answers = [output.generated_tokens for output in outputs.values()]
     assert answers == [alone("kivi", i)[:NEW] for i in range(len(PROMPTS))]
     assert model().config._attn_implementation == "sdpa"
-    manager = model().init_continuous_batching(None, config)
+    manager = model().init_continuous_batching()
+    assert manager.continuous_batching_config.page_size == 64
     with pytest.raises(CacheStateError, match="is being served"):
         model()(torch.tensor([[1]]))
-    manager.switch_to_cb_friendly_attn(model())
     model().set_attn_implementation("sdpa")
 
 
@@ -209,6 +209,19 @@ def test_a_pool_holds_more_tokens(name: str, least: float) -> None:
     pages = BlockPages([layer] * 32, 8, 128, page, torch.bfloat16)
     plain = 32 * 2 * 8 * 128 * page * torch.bfloat16.itemsize
     assert plain / pages.nbytes >= least
+
+
+def test_says_what_the_pool_holds() -> None:
+    """Of 2 layers with 2 heads of 16 channels in float64."""
+    server = Server("kivi", blocks=20, requests=3)
+    cache, token = server.cache, 2 * 2 * 2 * 16 * 8
+    exact = 3 * cache.allocator.pages.most_exact_pages * PAGE
+    plain = (20 * cache.allocator.pages.nbytes + exact * token) // token
+    assert cache.summary() == (
+        "room for 160 packed tokens and the exact ones of 3 requests in the bytes of "
+        f"{plain} tokens in float64"
+    )
+    server.finish()
 
 
 @pytest.mark.parametrize(
