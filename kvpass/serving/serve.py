@@ -38,11 +38,7 @@ def serve_packed(model: Any, recipe: str | Recipe | Plan = DEFAULT, **fields: An
         OptionError: if the model, the recipe or this version of transformers is not supported.
         PlanError: if the recipe does not fit the model, or has to be calibrated.
     """
-    version = transformers.__version__
-    if not version.startswith(tuple(f"{known}." for known in KNOWN)):
-        raise OptionError(
-            f"transformers {version} is not supported in serving; allowed: {', '.join(KNOWN)}."
-        )
+    check_version()
     planner = parse_options({"recipe": recipe, **fields}).planner
     config = model.config.get_text_config()
     _check_model(model, config)
@@ -55,6 +51,19 @@ def serve_packed(model: Any, recipe: str | Recipe | Plan = DEFAULT, **fields: An
 
     install(model, plan, layers)
     return model
+
+
+def check_version() -> None:
+    """Refuses a version of transformers whose continuous batching is not known.
+
+    Raises:
+        OptionError: if this is one.
+    """
+    version = transformers.__version__
+    if not version.startswith(tuple(f"{known}." for known in KNOWN)):
+        raise OptionError(
+            f"transformers {version} is not supported in serving; allowed: {', '.join(KNOWN)}."
+        )
 
 
 def _check_model(model: Any, config: Any) -> None:
