@@ -116,11 +116,11 @@ class PackedPagedCache(PagedAttentionCache):
         self.max_batch_tokens, self.num_blocks = memory.infer_max_batch_tokens_and_num_sectors()
         self.num_sectors, self.tokens_per_sector = self.num_blocks, page
         self.bytes_per_sector = pages.nbytes
-        self.cache_tensor = torch.zeros(
+        self.cache_tensor = torch.empty(
             self.num_blocks * pages.nbytes, dtype=torch.uint8, device=device
         )
         shape = (len(plans), 2, requests * pages.most_exact_pages, heads, page, dim)
-        exact = ExactPages(torch.zeros(shape, dtype=dtype, device=device))
+        exact = ExactPages(torch.empty(shape, dtype=dtype, device=device))
         self.allow_block_sharing = cb_config.allow_block_sharing
         self.allocator = PackedAllocator(pages, exact, len(plans), self.allow_block_sharing)
         self.cache_allocators = {FULL_ATTENTION: self.allocator}
