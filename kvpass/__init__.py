@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvpass.recipes import recipe as recipe
     from kvpass.rules import Rule as Rule
     from kvpass.rules import register_rule as register_rule
+    from kvpass.serving.serve import serve_packed as serve_packed
     from kvpass.store.cache_file import load_cache as load_cache
     from kvpass.store.cache_file import save_cache as save_cache
     from kvpass.store.prefixes import PrefixStore as PrefixStore
@@ -68,6 +69,7 @@ _NAMES = {
     "plan": "LayerPlan Plan",
     "recipes": "Recipe recipe",
     "rules": "Rule register_rule",
+    "serving.serve": "serve_packed",
     "store.cache_file": "load_cache save_cache",
     "store.prefixes": "PrefixStore",
     "tensor.packed": "PackedKV",

@@ -39,7 +39,7 @@ class StaleHandleError(KvpassError):
 
 
 class CacheFullError(KvpassError):
-    """A static cache has no room for the tokens of a step."""
+    """A cache of a fixed size has no room for the tokens of a step."""
 
 
 class CacheStateError(KvpassError):

@@ -100,3 +100,12 @@ class RetentionPolicy:
         """
         beyond: int = torch.sym_max(exact - self.stay(exact, packed), 0)
         return beyond // self.pack_every * self.pack_every
+
+    def packed_before(self, tokens: int) -> int:
+        """The position at which packed tokens end in the step of the token behind ``tokens``
+        others, sinks counted, if every token had a step of its own: 0 as long as none is packed.
+        Not for ratios, which depend on how the tokens came.
+        """
+        assert not self.grows
+        due = self.due(max(tokens - self.sinks, 0))
+        return self.sinks + due if due else 0

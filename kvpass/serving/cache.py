@@ -1,0 +1,170 @@
+"""`PackedPagedCache`: transformers' paged cache with a pool of packed blocks, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.cache import (
+    PagedAttentionCache,
+    PagedAttentionMemoryHandler,
+)
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, CachePool
+from transformers.generation.continuous_batching.utils import (
+    find_head_dim,
+    find_num_key_value_heads,
+)
+
+from kvpass.plan import LayerPlan
+from kvpass.serving.allocator import PackedAllocator, Step
+from kvpass.serving.attention import QUERIES
+from kvpass.serving.exact import ExactPages
+from kvpass.serving.pages import BlockPages
+
+# Exact pages take a part of this many of the bytes of packed ones at most, unless it is too little
+# for one request, or the user says how many there are.
+_EXACT_SHARE = 4
+
+
+class PackedMemory(PagedAttentionMemoryHandler):
+    """transformers' division of the memory, for a packed pool.
+
+    No mask and no copy of what the batch reads is made, as with transformers' own attention: one
+    request of one layer is decoded at a time.
+
+    Attributes:
+        exact_bytes: bytes of the pages of exact tokens.
+    """
+
+    def __init__(self, pages: BlockPages, config: Any, cb_config: Any, **kwargs: Any) -> None:
+        super().__init__(
+            config=config,
+            cb_config=cb_config,
+            bytes_per_sector=pages.nbytes,
+            tokens_per_sector=pages.page_size,
+            bytes_per_block=pages.nbytes,
+            attn_types=[FULL_ATTENTION],
+            **kwargs,
+        )
+        self.trash_bytes = self.num_attention_masks = self.exact_bytes = 0
+        heads, dim = find_num_key_value_heads(config), find_head_dim(config)
+        decoded: int = 2 * heads * dim * (torch.float32.itemsize + self.cache_dtype.itemsize)
+        scores = 2 * config.num_attention_heads * QUERIES * torch.float32.itemsize
+        self._request_bytes = int(config.max_position_embeddings * (decoded + scores))
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """What a token takes beside the pool: transformers' read index."""
+        return int(self.io_multiplier * self.num_groups) * torch.int64.itemsize
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        """What does not depend on the size of the pool: with exact tokens, and the longest request
+        of one layer, decoded."""
+        return int(super().fixed_overhead_bytes) + self.exact_bytes + self._request_bytes
+
+    def divide(self, request_bytes: int, asked: int | None) -> int:
+        """The number of requests that have exact pages, each ``request_bytes``, which become
+        `exact_bytes`: as many as ``asked`` for, or as have room in their share of the pool."""
+        blocks, most = self.cb_config.num_blocks, self.cb_config.max_requests_per_batch
+        if blocks is None:
+            _, blocks = self.infer_max_batch_tokens_and_num_sectors()
+        share: int = blocks * self.bytes_per_block // _EXACT_SHARE
+        requests = max(1, min(most, share // request_bytes)) if asked is None else asked
+        self.exact_bytes = requests * request_bytes
+        return requests
+
+
+class PackedPagedCache(PagedAttentionCache):
+    """transformers' paged cache, whose blocks are `BlockPages`.
+
+    As many requests are active at once as ``asked`` for, None: as have room for exact tokens.
+
+    Attributes:
+        allocator: the one for all layers.
+        io: the inputs of the batch that runs; see `kvpass.serving.manager`.
+    """
+
+    io: Any
+
+    def __init__(
+        self,
+        config: Any,
+        plans: Sequence[LayerPlan],
+        cb_config: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        supports_logits_to_keep: bool,
+        asked: int | None,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.max_blocks_per_request = self.max_decode_fast_path_length = 0
+        self.read_cache_limit = None
+        heads, dim, page = (
+            find_num_key_value_heads(config),
+            find_head_dim(config),
+            cb_config.page_size,
+        )
+        pages = BlockPages(plans, heads, dim, page, dtype)
+        memory = PackedMemory(
+            pages, config, cb_config, dtype=dtype,
+            model_supports_logits_to_keep=supports_logits_to_keep,
+        )  # fmt: skip
+        exact_shape = (len(plans), 2, pages.most_exact_pages, heads, page, dim)
+        requests = memory.divide(dtype.itemsize * torch.Size(exact_shape).numel(), asked)
+        self.max_batch_tokens, self.num_blocks = memory.infer_max_batch_tokens_and_num_sectors()
+        self.num_sectors, self.tokens_per_sector = self.num_blocks, page
+        self.bytes_per_sector = pages.nbytes
+        self.cache_tensor = torch.empty(
+            self.num_blocks * pages.nbytes, dtype=torch.uint8, device=device
+        )
+        shape = (len(plans), 2, requests * pages.most_exact_pages, heads, page, dim)
+        exact = ExactPages(torch.empty(shape, dtype=dtype, device=device))
+        self.allow_block_sharing = cb_config.allow_block_sharing
+        self.allocator = PackedAllocator(pages, exact, len(plans), self.allow_block_sharing)
+        self.cache_allocators = {FULL_ATTENTION: self.allocator}
+        self.layer_to_allocator = dict.fromkeys(range(len(plans)), self.allocator)
+        # No trash sectors: a batch is not padded.
+        self.pool = CachePool(self.num_sectors, 1, num_reserved_sectors=0)
+        self.allocator.register_cache_tensor(
+            pages.nbytes, self.cache_tensor.numel(), self.cache_tensor, self.pool
+        )
+        self.use_prefix_sharing = self.allocator.use_block_sharing
+        self.max_tokens_read = self.num_blocks * page
+
+    @property
+    def plain_tokens(self) -> int:
+        """The tokens that the bytes of the pool, exact pages included, would hold as they are."""
+        exact = self.allocator.exact.tokens
+        token = exact.nbytes // (exact.shape[2] * int(self.allocator.tokens_per_page))
+        return (int(self.cache_tensor.nbytes) + exact.nbytes) // token
+
+    def summary(self) -> str:
+        """What the pool holds, in a line."""
+        return (
+            f"room for {self.max_tokens_read:,} packed tokens and the exact ones of "
+            f"{self.allocator.most_requests:,} requests in the bytes of {self.plain_tokens:,} "
+            f"tokens in {str(self.dtype).removeprefix('torch.')}"
+        )
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps of the requests in the batch, in its order."""
+        return [self.allocator.steps[x.state.request_id] for x in self.io.requests_in_batch]
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, *_: Any
+    ) -> None:
+        """Called once for each request of a batch: plans its `Step`."""
+        self.allocator.prepare(request_id, past_length, query_length, self.device)
+
+    def prepare_fork_request(
+        self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
+    ) -> list[str]:
+        """The forks that there is room for, exact pages included; the caller lets others wait."""
+        room = self.allocator.most_requests - len(self.allocator.lengths)
+        forked: list[str] = super().prepare_fork_request(
+            src_state, dst_req_ids[:room], copy_src_and_dst
+        )
+        return forked

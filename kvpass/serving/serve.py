@@ -1,0 +1,120 @@
+"""`serve_packed`: one line that lets a model serve many requests from a packed pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from kvpass.errors import OptionError
+from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.tensor_plan import TensorPlan
+from kvpass.options import parse_options
+from kvpass.plan import LayerPlan, Plan
+from kvpass.recipes import DEFAULT, Recipe
+
+# The versions of transformers whose continuous batching `kvpass.serving` is written for.
+KNOWN = ("5.23",)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def serve_packed(model: Any, recipe: str | Recipe | Plan = DEFAULT, **fields: Any) -> Any:
+    """Lets ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve``
+    keep keys and values of ``model`` in packed pages.
+
+    Tokens of a prompt attend to packed tokens as generated ones do, so that the answer to a request
+    does not depend on what else is served. ``num_blocks`` are packed ones; a number that is not
+    given follows from the memory.
+
+    Args:
+        model: a decoder of transformers, on one device.
+        recipe: the name of a recipe, a recipe, a plan, or the path of a plan's file.
+        fields: of the recipe, to be replaced.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        OptionError: if the model, the recipe or this version of transformers is not supported.
+        PlanError: if the recipe does not fit the model, or has to be calibrated.
+    """
+    check_version()
+    planner = parse_options({"recipe": recipe, **fields}).planner
+    config = model.config.get_text_config()
+    _check_model(model, config)
+    plan = planner.plan(model.config) if isinstance(planner, Recipe) else planner
+    layers = config.num_hidden_layers
+    for i in range(layers):
+        _check_plan(plan.layer_at(i), i, config)
+
+    from kvpass.serving.manager import install
+
+    install(model, plan, layers)
+    return model
+
+
+def check_version() -> None:
+    """Refuses a version of transformers whose continuous batching is not known.
+
+    Raises:
+        OptionError: if this is one.
+    """
+    version = transformers.__version__
+    if not version.startswith(tuple(f"{known}." for known in KNOWN)):
+        raise OptionError(
+            f"transformers {version} is not supported in serving; allowed: {', '.join(KNOWN)}."
+        )
+
+
+def _check_model(model: Any, config: Any) -> None:
+    """Refuses a model whose caches are not pages of full attention.
+
+    Raises:
+        OptionError: if this is one.
+    """
+    name = type(model).__name__
+    if not hasattr(model, "init_continuous_batching"):
+        raise OptionError(f"{name} has no continuous batching; allowed: decoders of transformers.")
+    if getattr(model, "_device_mesh", None) is not None:
+        raise OptionError(f"{name} is on several devices; allowed in packed pages: one.")
+    sliding = getattr(config, "sliding_window", None) is not None
+    types = getattr(config, "layer_types", None) or [_SLIDING if sliding else _FULL]
+    if others := sorted(set(types) - {_FULL}):
+        raise OptionError(
+            f"{name} has layers of {', '.join(others)}; allowed in packed pages: {_FULL}."
+        )
+
+
+def _check_plan(plan: LayerPlan, number: int, config: Any) -> None:
+    """Refuses a layer's plan that packed pages cannot hold.
+
+    Raises:
+        OptionError: if this is one.
+        PlanError: if it does not fit the model.
+    """
+    from transformers.generation.continuous_batching import utils
+
+    dim = utils.find_head_dim(config)
+    plan.check(str(number), dim, dim, utils.find_num_key_value_heads(config))
+    reason = "keys before their rotary embedding" if plan.before_rope else None
+    reason = reason or _unsupported(plan.keys) or _unsupported(plan.values)
+    if reason is not None:
+        raise OptionError(
+            f"The plan of layer {number} has {reason}; allowed in packed pages: fp, and recipes "
+            "like kivi-4bit, skvq-k2v2 and rotated-2bit."
+        )
+
+
+def _unsupported(plan: TensorPlan) -> str | None:
+    """What packed pages do not have of a plan, or None."""
+    if isinstance(plan, ChunkedPlan):
+        return "bits of chunks"
+    if plan.codec.static_ranges:
+        return "calibrated ranges"
+    if plan.retained:
+        return "tokens that a filter retains"
+    if plan.grows:
+        return "a ratio of tokens that stay exact"
+    if plan.sinks and plan.codec.token_group > 1:
+        return "sinks before groups of tokens"
+    return None

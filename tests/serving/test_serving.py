@@ -1,0 +1,269 @@
+"""Many requests at once over packed pages: each gets the answer that it gets alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpass import oracle_cache, recipe, serve_packed
+from kvpass.errors import CacheStateError, OptionError
+from tests.command import failure
+from tests.models import prompt, tiny_model
+
+if not transformers.__version__.startswith("5.23."):
+    pytest.skip("another continuous batching", allow_module_level=True)
+
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from kvpass.serving.pages import BlockPages
+
+PAGE = 8
+NEW = 14
+RECIPES = {
+    "fp": recipe("fp"),
+    "kivi": recipe("kivi-2bit", group=8, residual=16),
+    "skvq": recipe("skvq-k2v2", group=8, window=12, clip=False, reorder=False),
+    "rotated": recipe("rotated-4bit", group=8, window=12, sinks=0),
+}
+# Prompts that begin alike, for up to 0, 21, 40 and 49 tokens.
+_TEXT, _OTHER = prompt(1, 60, seed=1)[0].tolist(), prompt(1, 60, seed=2)[0].tolist()
+PROMPTS = [
+    _TEXT[:5], _TEXT[:48], _TEXT[:49], _TEXT[:40] + _OTHER[:9], _TEXT[:21] + _OTHER[:30],
+    _OTHER[:33], _TEXT[:52],
+]  # fmt: skip
+
+
+@lru_cache(None)
+def model() -> Any:
+    """In float64: no order of summation changes a code or a token."""
+    found = tiny_model(dtype=torch.float64)
+    found.generation_config.do_sample = False
+    found.generation_config.eos_token_id = -1
+    return found
+
+
+@lru_cache(None)
+def alone(name: str, number: int) -> list[int]:
+    """The answer to a prompt by the oracle, which is given one token at a time."""
+    cache = oracle_cache(RECIPES[name].plan(model().config), model().config, model())
+    ids, answer = list(PROMPTS[number]), []
+    with torch.no_grad():
+        for position in range(len(ids) + NEW):
+            logits = model()(torch.tensor([[ids[position]]]), past_key_values=cache).logits
+            if position >= len(PROMPTS[number]) - 1:
+                ids.append(int(logits[0, -1].argmax()))
+                answer.append(ids[-1])
+    return answer
+
+
+@dataclass
+class Server:
+    """Continuous batching step by step, in this thread."""
+
+    name: str
+    blocks: int
+    requests: int = 4
+    batch: int = 24
+    forks: int = 0
+
+    def __post_init__(self) -> None:
+        serve_packed(model(), RECIPES[self.name])
+        generation = transformers.GenerationConfig(
+            do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=self.forks + 1
+        )
+        config = ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=self.blocks, max_batch_tokens=self.batch,
+            max_requests_per_batch=self.requests, per_request_processors=True,
+        )  # fmt: skip
+        self.manager = model().init_continuous_batching(generation, config)
+        self.processor = self.manager._create_batch_processor()
+        self.cache = self.processor.cache
+
+    def add(self, number: int, name: str, **options: Any) -> None:
+        self.manager.add_request(PROMPTS[number], f"{number}/{name}", **options)
+
+    def step(self) -> bool:
+        if not self.processor.prepare_next_batch():
+            return False
+        self.processor._generation_step(model())
+        self.processor.update_batch()
+        return True
+
+    def finish(self) -> dict[str, Any]:
+        while self.step():
+            pass
+        self.check_empty()
+        model().set_attn_implementation("sdpa")
+        queue = self.manager.output_router.output_queue
+        outputs = [queue.get() for _ in range(queue.qsize())]
+        return {output.request_id: output for output in outputs}
+
+    def check_empty(self) -> None:
+        allocator = self.cache.allocator
+        assert (allocator.lengths, allocator.steps, allocator.block_table) == ({}, {}, {})
+        assert allocator._needed() == set()
+        pages = allocator.exact.free + list(allocator.exact.page_of.values())
+        assert sorted(pages) == list(range(allocator.exact.tokens.shape[2]))
+        self.cache.evict_cached_blocks()
+        self.cache.pool.try_to_free_sectors()
+        assert self.cache.compute_free_capacity() == 1.0
+
+
+def agree(name: str, outputs: dict[str, Any]) -> None:
+    for request_id, output in outputs.items():
+        expected = alone(name, int(request_id.split("/")[0]))
+        assert output.error is None
+        assert output.generated_tokens == expected[: len(output.generated_tokens)], request_id
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_each_answer_is_that_of_the_request_alone(name: str, data: st.DataObject) -> None:
+    """Whatever else is served: arrivals, cancellations, forks, shared prefixes, evictions."""
+    forks = data.draw(st.sampled_from([0, 0, 2]), label="forks")
+    server = Server(
+        name,
+        blocks=data.draw(st.integers(9, 40), label="blocks"),
+        requests=data.draw(st.integers(1, 5), label="requests"),
+        batch=data.draw(st.integers(5, 70), label="batch"),
+        forks=forks,
+    )
+    wanted = {}
+    for i in range(data.draw(st.integers(1, 7), label="arrivals")):
+        number = data.draw(st.integers(0, len(PROMPTS) - 1), label="prompt")
+        tokens = data.draw(st.integers(1, NEW), label="tokens")
+        server.add(number, str(i), max_new_tokens=tokens)
+        family = [f"{number}/{i}", *(f"{number}/{i}__child#{k}" for k in range(forks))]
+        wanted |= dict.fromkeys(family, tokens)
+        for _ in range(data.draw(st.integers(0, 6), label="steps")):
+            server.step()
+        if data.draw(st.integers(0, 4), label="cancel") == 0:
+            server.manager.cancel_request(family[-1])
+            wanted[family[-1]] = 0
+    outputs = server.finish()
+    agree(name, outputs)
+    assert {k for k, v in wanted.items() if v} <= outputs.keys() <= wanted.keys()
+    assert all(len(outputs[k].generated_tokens) == v for k, v in wanted.items() if v)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_requests_that_begin_alike_share_blocks(name: str) -> None:
+    """A prompt of 48 tokens leaves all its blocks, and exact tokens, to the next ones."""
+    server = Server(name, blocks=40, requests=8, batch=64)
+    server.add(1, "first", max_new_tokens=NEW)
+    server.step()
+    for number, shared in ((6, 48), (1, 40), (3, 40)):
+        server.add(number, f"after {shared}", max_new_tokens=NEW)
+        server.step()
+        assert server.cache.allocator.steps[f"{number}/after {shared}"].past == shared
+    agree(name, server.finish())
+
+
+def test_forks_share_full_blocks_and_copy_the_last() -> None:
+    server = Server("kivi", blocks=40, requests=8, batch=64, forks=3)
+    server.add(2, "parent", max_new_tokens=NEW)
+    server.step()
+    tables = list(server.cache.allocator.block_table.values())
+    assert len(tables) == 4
+    assert len({tuple(table[: 48 // PAGE]) for table in tables}) == 1
+    assert server.cache.allocator.lengths.keys() == server.cache.allocator.block_table.keys()
+    agree("kivi", server.finish())
+
+
+def test_a_request_that_fails_hurts_no_other() -> None:
+    server = Server("kivi", blocks=40)
+    server.add(1, "good", max_new_tokens=NEW)
+    server.step()
+    server.add(2, "bad", max_new_tokens=NEW, no_such_option=1)
+    server.add(3, "good", max_new_tokens=NEW)
+    outputs = server.finish()
+    assert "no_such_option" in outputs.pop("2/bad").error
+    assert len(outputs) == 2
+    agree("kivi", outputs)
+
+
+def test_the_methods_of_the_model_serve_packed_pages() -> None:
+    serve_packed(model(), RECIPES["kivi"])
+    config = ContinuousBatchingConfig(page_size=PAGE, num_blocks=30)
+    outputs = model().generate_batch(PROMPTS, continuous_batching_config=config, max_new_tokens=NEW)
+    answers = [output.generated_tokens for output in outputs.values()]
+    assert answers == [alone("kivi", i)[:NEW] for i in range(len(PROMPTS))]
+    assert model().config._attn_implementation == "sdpa"
+    manager = model().init_continuous_batching()
+    assert manager.continuous_batching_config.page_size == 64
+    with pytest.raises(CacheStateError, match="is being served"):
+        model()(torch.tensor([[1]]))
+    model().set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize(("name", "least"), [("kivi-4bit", 3.2), ("kivi-2bit", 5.0), ("fp", 1.0)])
+def test_a_pool_holds_more_tokens(name: str, least: float) -> None:
+    layer, page = recipe(name).layer_plan("0", 128, 128), 256
+    pages = BlockPages([layer] * 32, 8, 128, page, torch.bfloat16)
+    plain = 32 * 2 * 8 * 128 * page * torch.bfloat16.itemsize
+    assert plain / pages.nbytes >= least
+
+
+def test_says_what_the_pool_holds() -> None:
+    """Of 2 layers with 2 heads of 16 channels in float64."""
+    server = Server("kivi", blocks=20, requests=3)
+    cache, token = server.cache, 2 * 2 * 2 * 16 * 8
+    exact = 3 * cache.allocator.pages.most_exact_pages * PAGE
+    plain = (20 * cache.allocator.pages.nbytes + exact * token) // token
+    assert cache.summary() == (
+        "room for 160 packed tokens and the exact ones of 3 requests in the bytes of "
+        f"{plain} tokens in float64"
+    )
+    server.finish()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("kivi-2bit", {"before_rope": True}, "keys before their rotary embedding"),
+        ("cocktail", {}, "bits of chunks"),
+        ("rotated-4bit", {}, "sinks before groups of tokens"),
+    ],
+)
+def test_refuses_recipes(name: str, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(OptionError, match=f"The plan of layer 0 has {reason}; allowed in packed"):
+        serve_packed(tiny_model(), name, **fields)
+
+
+def test_refuses_models_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="has layers of sliding_attention; allowed"):
+        serve_packed(tiny_model("mistral"))
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(OptionError, match=r"transformers 5\.17\.0 is not supported in serving; "):
+        serve_packed(model())
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"page_size": 20}, "page_size=20 is not supported; allowed: multiples of the keys' group"),
+        ({"cpu_offload_space": 1.0}, "cpu_offload_space=1.0 is not supported"),
+        ({"use_async_batching": True}, "use_async_batching=True is not supported; allowed: None"),
+        ({"default_compile_level": 1}, "default_compile_level=1 is not supported"),
+    ],
+)
+def test_refuses_configurations(option: dict[str, Any], message: str) -> None:
+    serve_packed(model(), RECIPES["kivi"])
+    with pytest.raises(OptionError, match=message):
+        model().init_continuous_batching(None, ContinuousBatchingConfig(**option))
+
+
+def test_the_command_names_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpass.cli.serve.find_spec", {"fastapi": None}.get)
+    said = failure(capsys, "serve", "examples/small_model")
+    assert said.endswith("which is not installed: pip install 'transformers[serving]'.")
