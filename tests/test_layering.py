@@ -80,6 +80,7 @@ def test_lowering_imports_the_meaning_of_ops_only():
         "kvpass.errors.",
         "kvpass._torch.",
         "kvpass._torch_cpp.",
+        "kvpass._torch_sizes.",
     )
     strange = {
         (file, name)
@@ -121,7 +122,7 @@ def test_no_module_imports_itself_through_others():
 
 
 # What is used of PyTorch, and of Inductor for a GPU that is not there.
-PRIVATE = ("kvpass/_torch.py", "kvpass/_torch_cpp.py", "kvpass/_torch_gpu.py")
+PRIVATE = tuple(f"kvpass/_torch{x}.py" for x in ("", "_cpp", "_gpu", "_sizes"))
 
 
 def private(name: str) -> bool:
@@ -129,7 +130,7 @@ def private(name: str) -> bool:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_private_torch_is_imported_in_two_files(package):
+def test_private_torch_is_imported_in_few_files(package):
     users = {
         (file, name)
         for file, names in imports_of(package).items()

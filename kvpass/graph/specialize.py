@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from kvpass._torch import constant, source_name
+from kvpass._torch import source_name
+from kvpass._torch_sizes import constant
 from kvpass.graph.spellings import op_name
 from kvpass.tensor.packed import PackedKV
 

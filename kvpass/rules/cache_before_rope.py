@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from kvpass._torch import same_shape
+from kvpass._torch_sizes import same_shape
 from kvpass.format.rope import Rope
 from kvpass.graph.calls import add_call, erase_unread
 from kvpass.graph.logical_calls import AppendCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from kvpass._torch import symbol_node
+from kvpass._torch_sizes import symbol_node
 from kvpass.errors import UnmatchedGraphError
 from kvpass.graph.analysis.effects import changes
 from kvpass.graph.analysis.sites import module_path, nearest_miss

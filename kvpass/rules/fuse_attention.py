@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from kvpass._torch import symbol_positions
+from kvpass._torch_sizes import symbol_positions
 from kvpass.graph.analysis.attention_site import AttentionSite
 from kvpass.graph.analysis.scores import MaskStep
 from kvpass.graph.analysis.static import StaticUpdate

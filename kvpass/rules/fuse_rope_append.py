@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from kvpass._torch import same_shape
+from kvpass._torch_sizes import same_shape
 from kvpass.format.retention import MAX_STEP
 from kvpass.graph.calls import erase_unread
 from kvpass.graph.logical_calls import AppendCall

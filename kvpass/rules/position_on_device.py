@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass._torch import same_size
+from kvpass._torch_sizes import same_size
 from kvpass.graph.analysis.effects import node_number
 from kvpass.graph.logical_calls import PackedCall
 from kvpass.graph.pattern import Captures, Miss

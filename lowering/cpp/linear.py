@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass._torch import constant, is_subclass
+from kvpass._torch import is_subclass
+from kvpass._torch_sizes import constant
 from lowering.cpp.constants import unsupported_device
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
 from lowering.cpp.structs import LINEAR

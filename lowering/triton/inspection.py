@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass._torch import divides
+from kvpass._torch_sizes import divides
 from kvpass.errors import KernelError
 from lowering.support import interpreted
 from lowering.triton.launch import ALIGNMENT, Launch

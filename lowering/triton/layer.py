@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvpass._torch import symbolic_mode, symbolic_size
+from kvpass._torch_sizes import symbolic_mode, symbolic_size
 from kvpass.errors import KernelError
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.parse import parse_plan

@@ -256,7 +256,7 @@ def test_what_cannot_be_saved_is_refused_in_a_sentence(tmp_path: Path) -> None:
         saved.save(cache=EncoderDecoderCache(saved.cache, DynamicCache()))
     with pytest.raises(CacheFileError, match="layers are not those of the model's config"):
         saved.save(model=tiny_model("mistral", layers=1))
-    with pytest.raises(OptionError, match=r"'.*b' cannot be written: .*No such file"):
+    with pytest.raises(OptionError, match=r"cannot be written: .*No such file"):
         saved.save(path=tmp_path / "none" / "b")
     saved.cache.layers[0].note = [1]
     with pytest.raises(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import is_higher_order, size_expr, storage_key, tree_leaves, written_arguments
+from kvpass._torch import is_higher_order, storage_key, tree_leaves, written_arguments
+from kvpass._torch_sizes import size_expr
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.spellings import VIEWS, op_name
 from kvpass.tensor.packed import PackedKV

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import sympy
 from sympy import Dummy, Expr, Integer, Symbol
 
-from kvpass._torch import Max, Min
+from kvpass._torch_sizes import Max, Min
 
 AXES = tuple(Dummy(name, integer=True) for name in ("k", "q", "h", "b", "x4", "x5"))
 K, Q = AXES[:2]

@@ -13,7 +13,8 @@ from sympy import Expr, Integer, Symbol
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import size_expr, source_name, symbol_bounds
+from kvpass._torch import source_name
+from kvpass._torch_sizes import size_expr, symbol_bounds
 from kvpass.graph.analysis.effects import Writes, memory, node_number, written
 from kvpass.graph.analysis.formulas import AXES, COMPARISONS, NEVER, Condition, Formula, position
 from kvpass.graph.spellings import op_name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from kvpass._torch import same_shape
+from kvpass._torch_sizes import same_shape
 from kvpass.graph.pattern import Miss, Step
 from kvpass.graph.spellings import VIEWS, argument, op_name
 

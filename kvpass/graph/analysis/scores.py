@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from kvpass._torch import same_size
+from kvpass._torch_sizes import same_size
 from kvpass.graph.pattern import Captures, Miss, Step
 from kvpass.graph.spellings import argument, op_name
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import same_size
+from kvpass._torch_sizes import same_size
 from kvpass.graph.analysis.effects import node_number
 from kvpass.graph.analysis.updates import is_cache_tensor, last_tokens, token_slice
 from kvpass.graph.pattern import Miss

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass._torch import constant, source_name
+from kvpass._torch import source_name
+from kvpass._torch_sizes import constant
 from kvpass.graph.analysis.effects import node_number
 from kvpass.graph.pattern import Miss
 from kvpass.graph.spellings import argument, op_name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass._torch import Size
+from kvpass._torch_sizes import Size
 from kvpass.cocktail.placement import ChunkFormat, place
 from kvpass.cocktail.placement import Placed as Placed
 from kvpass.folding import Fold

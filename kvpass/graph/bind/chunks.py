@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kvpass._torch import Size, fresh_size, same_size, symbol_positions
+from kvpass._torch import fresh_size
+from kvpass._torch_sizes import Size, same_size, symbol_positions
 from kvpass.cocktail.placement import ChunkFormat
 from kvpass.errors import PlanError
 from kvpass.format.chunked_plan import ChunkedPlan

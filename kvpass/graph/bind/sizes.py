@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kvpass._torch import constant, fresh_size, shape_symbols, symbols_of
+from kvpass._torch import fresh_size
+from kvpass._torch_sizes import constant, shape_symbols, symbols_of
 from kvpass.graph.calls import add_argument
 from kvpass.tensor.packed import PackedKV
 

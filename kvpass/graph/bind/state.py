@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import (
-    Size,
-    inner_example,
-    inner_source,
-    mark_static_input,
-    same_size,
-    symbol_node,
-    symbol_positions,
-)
+from kvpass._torch import inner_example, inner_source, mark_static_input
+from kvpass._torch_sizes import Size, same_size, symbol_node, symbol_positions
 from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelBasis, channel_basis
 from kvpass.format.chunked_plan import ChunkedPlan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass._torch import same_shape
+from kvpass._torch_sizes import same_shape
 from kvpass.graph.bases import blocks, channels, in_basis, is_rotation, rank
 from kvpass.graph.pattern import Miss
 from kvpass.graph.spellings import VIEWS, argument, op_name

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass._torch import same_shape
+from kvpass._torch_sizes import same_shape
 from kvpass.graph.analysis.reads import permuted_dims
 from kvpass.graph.analysis.scores import number
 from kvpass.graph.bases import (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sympy import Integer, Symbol
 
-from kvpass._torch import Max, Min
+from kvpass._torch_sizes import Max, Min
 from kvpass.graph.analysis.formulas import NEVER, Condition, K, Q, holds, plain, position
 
 S, T = Symbol("s", integer=True), Symbol("t", integer=True)

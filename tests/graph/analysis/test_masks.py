@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import StaticCache
 
-from kvpass._torch import symbol_positions
+from kvpass._torch_sizes import symbol_positions
 from kvpass.graph.analysis.masks import Bounds, Masks
 from kvpass.graph.pattern import Miss
 from tests.graph.captured import Captured, conditions, function_of, inputs
