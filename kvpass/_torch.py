@@ -399,7 +399,7 @@ def shard_offset(tensor: Any) -> tuple[int, ...]:
     return offset
 
 
-def default_store() -> torch.distributed.Store:
+def default_store() -> Any:
     """The store that the processes of ``torch.distributed`` have met at."""
     return torch.distributed.distributed_c10d._get_default_store()
 

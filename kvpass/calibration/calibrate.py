@@ -15,6 +15,7 @@ from kvpass.calibration.observe import ModelRunner
 from kvpass.errors import OptionError, check, check_whole
 from kvpass.fingerprint import fingerprint
 from kvpass.plan import Calibration, Plan
+from kvpass.ranks import check_whole_model
 from kvpass.recipes import RECIPES, Recipe, overridden
 from kvpass.recipes import recipe as recipe_named
 
@@ -67,6 +68,7 @@ def calibrate(
     if not chosen.calibrated:
         raise OptionError(f"Recipe '{chosen.name}' as given needs no calibration; use it as it is.")
     check_whole("seed", seed, 0)
+    check_whole_model(model, "Calibration")
     batches = token_batches(data, tokenizer, samples, length, batch)
     require_packed(chosen, batches)
     plan = chosen.fit(ModelRunner(model, batches, progress), seed)
