@@ -20,7 +20,7 @@ from kvpass.store.identity import planner_digest
 
 # How long a rank waits for the others to compile, too: they have to trace the same model.
 _PATIENCE = timedelta(minutes=5)
-# The digest that the ranks have agreed on, by the first sharded parameter of a graph.
+# The recipe or plan that the ranks have agreed on, by the first sharded parameter of a graph.
 _agreed = WeakIdKeyDictionary()
 # How often the ranks of each mesh have been asked.
 _rounds: Counter[tuple[int, ...]] = Counter()
@@ -48,9 +48,9 @@ def agreed_ranks(examples: Sequence[Any], planner: Recipe | Plan) -> Ranks | Non
     """
     parameter = sharded(examples)
     ranks = None if parameter is None else ranks_of(parameter)
-    if ranks is not None and _agreed.get(parameter) != (mine := planner_digest(planner)):
-        _agree(ranks, *mine)
-        _agreed[parameter] = mine
+    if ranks is not None and _agreed.get(parameter) != planner:
+        _agree(ranks, *planner_digest(planner))
+        _agreed[parameter] = planner
     return ranks
 
 

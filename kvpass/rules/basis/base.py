@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass._torch import is_sharded, is_subclass
+from kvpass._torch import is_subclass
 from kvpass.graph.bases import (
     basis_of,
     compact,
@@ -65,11 +65,13 @@ def changed_miss(*nodes: Node) -> Miss | None:
 def weight_miss(weight: Node, dim: int) -> Miss | None:
     """Why ``weight`` cannot be rotated along ``dim`` once and for all; None if it can."""
     call = WeightBasisCall.of(weight)
-    source = parameter_of(weight if call is None else call.weight)
+    read = weight if call is None else call.weight
+    source = parameter_of(read)
     if source.op != "placeholder":
         return Miss("the weight is computed in the graph", weight)
     example = source.meta["example_value"]
-    plain = is_sharded(example) or not is_subclass(example)
+    # What is computed with a part of it is plain; a layer of ``DTensor`` as a whole is not.
+    plain = source is not read or not is_subclass(example)
     if not isinstance(example, torch.nn.Parameter) or not plain:
         return Miss("the weight is no plain parameter", source)
     if call is not None and call.dim != dim:
