@@ -57,7 +57,8 @@ def calibrate(
         The plan to pass as ``options={"recipe": plan}``, or to save.
 
     Raises:
-        OptionError: if an argument is not allowed, or the recipe is not calibrated.
+        OptionError: if an argument is not allowed, the recipe is not calibrated, or several
+            processes share the model.
         PlanError: if the recipe does not fit the model.
         UnmatchedGraphError: if no attention is found in the model.
     """
@@ -68,9 +69,9 @@ def calibrate(
     if not chosen.calibrated:
         raise OptionError(f"Recipe '{chosen.name}' as given needs no calibration; use it as it is.")
     check_whole("seed", seed, 0)
-    check_whole_model(model, "Calibration")
     batches = token_batches(data, tokenizer, samples, length, batch)
     require_packed(chosen, batches)
+    check_whole_model(model, "Calibration")
     plan = chosen.fit(ModelRunner(model, batches, progress), seed)
     return replace(plan, calibration=origin_of(model, plan.layers, batches, seed))
 
