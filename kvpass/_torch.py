@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -288,6 +289,34 @@ def graph_counts() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``tensor`` is a ``DTensor``, of which this process may hold a part only."""
+    # It takes half a second to import, and nobody has one who has not done so.
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """What this process holds of a ``DTensor``, the same object in every call; another tensor as it
+    is."""
+    return cast(Any, tensor)._local_tensor if is_sharded(tensor) else tensor
+
+
+def shard_offset(tensor: Any) -> tuple[int, ...]:
+    """Where in a ``DTensor`` its `local_shard` begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return offset
+
+
+def default_store() -> Any:
+    """The store that the processes of ``torch.distributed`` have met at."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def is_subclass(tensor: Tensor) -> bool:

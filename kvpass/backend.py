@@ -36,6 +36,7 @@ from kvpass.inspect.explain import describe
 from kvpass.inspect.report import GraphReport, new_report
 from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
+from kvpass.ranks import agreed_ranks
 from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
 from kvpass.rules.diagnostics import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
@@ -78,9 +79,11 @@ def kvpass(
     if isinstance(planner, Plan) and planner.calibration is not None:
         check_weights(module.graph, examples, planner.calibration.weights)
     replayed = wants_cuda_graphs(mode)
+    ranks = agreed_ranks(examples, planner)
     with report.timed("find sites"):
         specialize(module.graph)
-        context = Context(module.graph, find_sites(module.graph), planner, replayed=replayed)
+        sites = find_sites(module.graph)
+        context = Context(module.graph, sites, planner, replayed=replayed, ranks=ranks)
     with report.timed("apply rules"):
         biases = large_key_biases(context, examples)
         report.events = rewrite(context, examples)

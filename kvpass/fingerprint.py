@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.fx import Graph
 
-from kvpass._torch import is_subclass, is_traced, source_name
+from kvpass._torch import is_subclass, is_traced, local_shard, shard_offset, source_name
 from kvpass.errors import PlanError
 
 # How many values of a weight are compared.
@@ -29,7 +30,7 @@ def fingerprint(model: Any, layers: Iterable[str]) -> Weights:
     for layer in layers:
         for name, weight in model.get_submodule(layer).named_parameters():
             if (values := _sampled(weight)) is not None:
-                found[f"{layer}.{name}"] = values
+                found[f"{layer}.{name}"] = tuple(x for x in values if x is not None)
     return found
 
 
@@ -47,16 +48,28 @@ def check_weights(graph: Graph, examples: Sequence[Any], known: Weights) -> None
         if (found := _sampled(example)) is not None:
             allowed = _TOLERANCE * max(map(abs, known[name]))
             pairs = zip(known[name], found, strict=True)
-            if any(abs(a - b) > allowed for a, b in pairs):
+            if any(b is not None and abs(a - b) > allowed for a, b in pairs):
                 raise PlanError(
                     f"The plan is calibrated for another model: the weight '{name}' of this one "
                     "has other values. Use kvpass.calibrate on this model."
                 )
 
 
-def _sampled(weight: Tensor) -> tuple[float, ...] | None:
-    """Values at even distances; None if it is no plain tensor of floating numbers."""
-    if is_subclass(weight) or not weight.is_floating_point() or not weight.numel():
+def _sampled(weight: Tensor) -> tuple[float | None, ...] | None:
+    """Values at even distances, None for those that other processes hold; None if it is no plain
+    tensor of floating numbers."""
+    own = local_shard(weight)
+    if is_subclass(own) or not weight.is_floating_point() or not weight.numel():
         return None
     positions = [i * (weight.numel() - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)]
-    return tuple(weight.detach().flatten()[positions].float().tolist())
+    if own is weight:
+        return tuple(weight.detach().flatten()[positions].float().tolist())
+    return tuple(_held(weight, own, position) for position in positions)
+
+
+def _held(weight: Tensor, own: Tensor, position: int) -> float | None:
+    """The value at ``position`` of a ``DTensor``, if it lies in its part ``own``."""
+    whole = np.unravel_index(position, tuple(weight.shape))
+    index = tuple(int(i) - start for i, start in zip(whole, shard_offset(weight), strict=True))
+    inside = all(0 <= i < size for i, size in zip(index, own.shape, strict=True))
+    return float(own.detach()[index]) if inside else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvpass._torch import storage_key
+from kvpass._torch import local_shard, storage_key
 from kvpass.ops.basis import rotate_weight
 
 # The parameter's id, the basis's shape and bytes, and the dimension.
@@ -55,6 +55,8 @@ class Fold:
     not changed: neither in place nor by ``parameter.data = ...``. (A change in place of
     ``parameter.data`` cannot be seen, by autograd neither.)
 
+    Of a ``DTensor`` it is this process's part.
+
     Args:
         position: the parameter's among the arguments of Dynamo's graph.
         basis: an order, int64 of any shape, which replaces ``dim`` in the result, or a rotation
@@ -70,6 +72,7 @@ class Fold:
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """``parameter``, rotated as it is now."""
+        parameter = local_shard(parameter)
         held = self._held.get(id(parameter))
         if held is not None and (current := held.current(parameter)) is not None:
             return current

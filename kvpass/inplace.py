@@ -18,6 +18,7 @@ from kvpass.graph.analysis.sites import find_sites
 from kvpass.graph.bind.state import bind_state
 from kvpass.ops import logical
 from kvpass.plan import LayerPlan, Plan
+from kvpass.ranks import check_whole_model
 from kvpass.rules import Context, apply_rules
 
 
@@ -40,8 +41,10 @@ def fold_inplace(model: Any, plan: Plan) -> Plan:
         no longer fits.
 
     Raises:
+        OptionError: if several processes share the model.
         PlanError: if the plan does not fit the model.
     """
+    check_whole_model(model, "Folding in place")
     for kind in ("value_basis", "key_basis"):
         alone = {n: LayerPlan(**{kind: getattr(x, kind)}) for n, x in plan.layers.items()}
         changes = _changes(model, replace(plan, layers=alone, default=LayerPlan()))

@@ -20,6 +20,7 @@ from kvpass.fingerprint import Weights
 from kvpass.format.channels import ChannelBasis, ChannelOrder, ChannelRanges, ChannelRotation
 from kvpass.format.codec import Codec
 from kvpass.format.parse import modern_words, parse_plan
+from kvpass.format.ranks import Ranks
 from kvpass.format.retention import RetentionPolicy
 from kvpass.format.tensor_plan import TensorPlan
 
@@ -88,6 +89,19 @@ class LayerPlan:
             return replace(plan, codec=codec, retention=replace(plan.retention, **kept))
 
         return replace(self, keys=changed(self.keys), values=changed(self.values))
+
+    def of_rank(self, ranks: Ranks, key_dim: int, value_dim: int, kv_heads: int) -> LayerPlan:
+        """What this plan of all heads says of the ``kv_heads`` of one of ``ranks``. What is for
+        another number of heads stays as it is, and `check` refuses it."""
+
+        def own(plan: TensorPlan, dim: int) -> TensorPlan:
+            codec = plan.codec.of_rank(ranks, dim, kv_heads)
+            return plan if codec == plan.codec else replace(plan, codec=codec)
+
+        numbers = {n: getattr(self, n) for n in ("key_basis", "value_basis", "key_ranges")}
+        owned = {n: x.of_rank(ranks, kv_heads) for n, x in numbers.items() if x is not None}
+        keys, values = own(self.keys, key_dim), own(self.values, value_dim)
+        return replace(self, keys=keys, values=values, **owned)
 
     def check(self, layer: str, key_dim: int, value_dim: int, kv_heads: int | None = None) -> None:
         """Refuses a plan that does not fit ``kv_heads`` (None: any number) of so many channels.

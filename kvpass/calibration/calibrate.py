@@ -15,6 +15,7 @@ from kvpass.calibration.observe import ModelRunner
 from kvpass.errors import OptionError, check, check_whole
 from kvpass.fingerprint import fingerprint
 from kvpass.plan import Calibration, Plan
+from kvpass.ranks import check_whole_model
 from kvpass.recipes import RECIPES, Recipe, overridden
 from kvpass.recipes import recipe as recipe_named
 
@@ -56,7 +57,8 @@ def calibrate(
         The plan to pass as ``options={"recipe": plan}``, or to save.
 
     Raises:
-        OptionError: if an argument is not allowed, or the recipe is not calibrated.
+        OptionError: if an argument is not allowed, the recipe is not calibrated, or several
+            processes share the model.
         PlanError: if the recipe does not fit the model.
         UnmatchedGraphError: if no attention is found in the model.
     """
@@ -69,6 +71,7 @@ def calibrate(
     check_whole("seed", seed, 0)
     batches = token_batches(data, tokenizer, samples, length, batch)
     require_packed(chosen, batches)
+    check_whole_model(model, "Calibration")
     plan = chosen.fit(ModelRunner(model, batches, progress), seed)
     return replace(plan, calibration=origin_of(model, plan.layers, batches, seed))
 

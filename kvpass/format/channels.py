@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from kvpass.errors import PlanError
+from kvpass.format.ranks import Ranks
 
 _DTYPES = {"int32": torch.int32, "int16": torch.int16, "float32": torch.float32}
 # How far the product of a rotation and its transpose may be from one: float32, a sum over channels.
@@ -44,6 +45,13 @@ class ChannelData:
     def _numbers(self) -> int:
         """Numbers per head."""
         return len(self.data) // _DTYPES[self.dtype].itemsize // self.heads
+
+    def of_rank(self, ranks: Ranks, heads: int) -> Self:
+        """The numbers of the ``heads`` of one of ``ranks``, if these are those of all; else they
+        stay as they are."""
+        if self.heads != heads * len(ranks.every):
+            return self
+        return replace(self, heads=heads, data=ranks.part(self.data))
 
     def unsupported_reason(self, heads: int | None, dim: int) -> str | None:
         """Why ``heads`` (None: any number) of ``dim`` channels do not fit, behind "it is", or

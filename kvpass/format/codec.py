@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,7 @@ import torch
 
 from kvpass.errors import OptionError, check, shown
 from kvpass.format.groups import Axis, Groups
+from kvpass.format.ranks import Ranks
 from kvpass.format.words import BY_BITS, PACK11, TERNARY, WordFormat
 
 QParams = Literal["half", "fp8"]
@@ -291,6 +292,16 @@ class Codec:
             group=int(match["group"]),
             **options,
         )
+
+    def of_rank(self, ranks: Ranks, head_dim: int, heads: int) -> Codec:
+        """The codec of one of ``ranks``, which have ``heads`` of ``head_dim`` channels each: with
+        its own of the numbers that this one has for the groups of all heads."""
+        lists = {n: x for n in ("clip", "sizes") if isinstance(x := getattr(self, n), tuple)}
+        if not lists:
+            return self
+        _, group_heads, _, groups = self.groups.shape(1, heads * len(ranks.every), 1, head_dim)
+        count = group_heads * groups
+        return replace(self, **{n: ranks.part(x) for n, x in lists.items() if len(x) == count})
 
     def unsupported_reason(self, head_dim: int, heads: int | None = None) -> str | None:
         """Why this codec cannot store ``heads`` (None: any number) of ``head_dim`` channels, or

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from kvpass._torch import derived_source
+from kvpass._torch import derived_source, is_sharded
 from kvpass.graph.analysis.effects import written
 from kvpass.graph.spellings import OPS, VIEWS, op_name
 from kvpass.ops import logical
@@ -77,3 +77,13 @@ def _writes_to_others(node: Node) -> bool:
         or _writes_to_others(target)
         for target in targets
     )
+
+
+def parameter_of(weight: Node) -> Node:
+    """The argument that ``weight`` is this process's part of, as tensor parallelism has its
+    weights; else ``weight``."""
+    if weight.target == "to_local" and len(weight.args) == 1 and not weight.kwargs:
+        source = weight.all_input_nodes[0]
+        if source.op == "placeholder" and is_sharded(source.meta["example_value"]):
+            return source
+    return weight

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch.fx import Graph, Node
 
 from kvpass.format.channels import ChannelBasis
+from kvpass.format.ranks import Ranks
 from kvpass.graph.analysis.effects import Writes, changed_storages
 from kvpass.graph.analysis.masks import Masks
 from kvpass.graph.analysis.sites import Sites
@@ -68,6 +69,7 @@ class Context:
         refused: why a rule was refused at a node, the first one.
         replayed: CUDA graphs are wanted.
         served_by: the provider of a node of a bound graph, and why better ones decline.
+        ranks: the processes that share the model's heads, if there are others.
     """
 
     graph: Graph
@@ -79,6 +81,7 @@ class Context:
     refused: dict[Node, str] = field(default_factory=dict)
     replayed: bool = False
     served_by: ServedBy = lambda node: ("aten", ())
+    ranks: Ranks | None = None
 
     def provider_of(self, node: Node, target: Any, arguments: tuple[Any, ...]) -> str:
         """The name of the provider that ``target`` would be lowered to in the place of ``node``."""

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass._torch import is_subclass, is_traced
+from kvpass._torch import is_subclass, is_traced, local_shard
 from kvpass.graph.analysis.sites import module_path
+from kvpass.graph.calls import parameter_of
 from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.spellings import argument, op_name
 from kvpass.rules.base import Context
@@ -67,8 +68,9 @@ def _bias(keys: Node, examples: Sequence[Any]) -> Tensor | None:
     if op_name(keys) != "linear":
         return None
     bias = argument(keys, "bias")
-    if not isinstance(bias, Node) or bias.op != "placeholder":
+    bias = parameter_of(bias) if isinstance(bias, Node) else None
+    if bias is None or bias.op != "placeholder":
         return None
-    real = examples[list(keys.graph.find_nodes(op="placeholder")).index(bias)]
+    real = local_shard(examples[list(keys.graph.find_nodes(op="placeholder")).index(bias)])
     known = isinstance(real, Tensor) and not is_traced(real) and not is_subclass(real)
     return real if known else None

@@ -8,9 +8,11 @@ from torch.fx import Node
 
 from kvpass.errors import PlanError
 from kvpass.format.channels import ChannelBasis, ChannelRanges
+from kvpass.format.ranks import Ranks
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.pattern import Miss
+from kvpass.plan import LayerPlan
 from kvpass.rules.base import Context
 from kvpass.rules.cache_before_rope import RopeMatch, rope_match
 
@@ -78,7 +80,10 @@ def plan_for(new: Node, read: Node, context: Context) -> StoragePlan | Miss:
     if warning := context.planner.warning(site.heads, kv_heads):
         context.warnings.append(f"{site.path}: {warning}")
     layer = context.planner.layer_plan(site.path, key_dim, value_dim)
-    layer.check(site.path, key_dim, value_dim, kv_heads)
+    if context.ranks is None:
+        layer.check(site.path, key_dim, value_dim, kv_heads)
+    else:
+        layer = _of_rank(layer, site.path, context.ranks, (key_dim, value_dim, kv_heads))
     if role == "values":
         return StoragePlan(role, layer.values, layer.value_basis)
     if context.sites.static(read) and (layer.before_rope or layer.keys.codec.static_ranges):
@@ -88,3 +93,16 @@ def plan_for(new: Node, read: Node, context: Context) -> StoragePlan | Miss:
         return found
     plan = layer.keys if found is None else replace(layer.keys, rope=found.rope)
     return StoragePlan(role, plan, layer.key_basis, layer.key_ranges)
+
+
+def _of_rank(layer: LayerPlan, path: str, ranks: Ranks, shape: tuple[int, int, int]) -> LayerPlan:
+    """The plan of this process's heads; ``shape``: channels of keys and of values, and KV heads."""
+    own = layer.of_rank(ranks, *shape)
+    try:
+        own.check(path, *shape)
+    except PlanError as error:
+        raise PlanError(
+            f"{error} Each of {len(ranks.every)} ranks stores its own {shape[2]} KV heads: a plan "
+            "must be calibrated on all of them, and no group may span those of several ranks."
+        ) from None
+    return own

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpass._torch import compile_options, is_subclass
 from kvpass.bench.device import dtype_name
 from kvpass.options import parse_options
-from kvpass.plan import LayerPlan
+from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import Recipe
 
 # Values of each weight that count.
@@ -69,7 +69,11 @@ def _plan_digest(model: Any) -> tuple[str | None, str | None]:
     options = next((options for options in found if options is not None), None)
     if options is None:
         return None, None
-    planner = parse_options(options).planner
+    return planner_digest(parse_options(options).planner)
+
+
+def planner_digest(planner: Recipe | Plan) -> tuple[str, str]:
+    """The name of ``planner``, and the SHA-256 of all that it says, in hexadecimal digits."""
     if isinstance(planner, Recipe):
         return planner.name, _digest(repr(planner))
     layers = {name: _parts(layer) for name, layer in planner.layers.items()}

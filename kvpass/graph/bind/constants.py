@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from kvpass._torch import mark_static_input
 from kvpass.folding import Fold
 from kvpass.graph.bases import constant_value, drop_constants, is_constant
-from kvpass.graph.calls import add_argument
+from kvpass.graph.calls import add_argument, parameter_of
 from kvpass.graph.logical_calls import WeightBasisCall
 from kvpass.ops import logical
 
@@ -29,10 +29,17 @@ def bind_constants(
         Those, and example arguments for all of them.
     """
     folds: dict[Node, Fold] = {}
+    shards: set[Node] = set()
     for node in graph.find_nodes(op="call_function", target=logical.rotate_weight):
         call = WeightBasisCall.at(node)
-        folds[node] = Fold(positions[call.weight], constant_value(call.basis), call.dim)
+        parameter = parameter_of(call.weight)
+        folds[node] = Fold(positions[parameter], constant_value(call.basis), call.dim)
+        if parameter is not call.weight:
+            shards.add(call.weight)
     examples = [_argument(node) for node in folds]
+    for node in shards:
+        if not node.users:
+            graph.erase_node(node)
     used = [n for n in graph.find_nodes(op="get_attr") if is_constant(n) and n.users]
     constants = [on_device(constant_value(node), node.meta["device"]) for node in used]
     for node, constant in zip(used, constants, strict=True):

@@ -19,6 +19,7 @@ from kvpass.graph.bases import (
     is_rotation,
     rank,
 )
+from kvpass.graph.calls import parameter_of
 from kvpass.graph.logical_calls import WeightBasisCall
 from kvpass.graph.pattern import Miss
 from kvpass.graph.spellings import argument, set_argument
@@ -64,11 +65,14 @@ def changed_miss(*nodes: Node) -> Miss | None:
 def weight_miss(weight: Node, dim: int) -> Miss | None:
     """Why ``weight`` cannot be rotated along ``dim`` once and for all; None if it can."""
     call = WeightBasisCall.of(weight)
-    source = weight if call is None else call.weight
+    read = weight if call is None else call.weight
+    source = parameter_of(read)
     if source.op != "placeholder":
         return Miss("the weight is computed in the graph", weight)
     example = source.meta["example_value"]
-    if not isinstance(example, torch.nn.Parameter) or is_subclass(example):
+    # What is computed with a part of it is plain; a layer of ``DTensor`` as a whole is not.
+    plain = source is not read or not is_subclass(example)
+    if not isinstance(example, torch.nn.Parameter) or not plain:
         return Miss("the weight is no plain parameter", source)
     if call is not None and call.dim != dim:
         return Miss("the weight is rotated along another dimension as well", weight)
@@ -80,7 +84,8 @@ def folded(weight: Node, basis: Tensor, dim: int = 0) -> Node:
     original.
 
     Args:
-        weight: a parameter's placeholder, or that rotated; `weight_miss` is None.
+        weight: a parameter's placeholder, or this process's part of it, or that rotated;
+            `weight_miss` is None.
         basis: a flat one; for a vector also an order of any shape, which it then gets.
         dim: a dimension of the weight.
     """
@@ -95,7 +100,7 @@ def folded(weight: Node, basis: Tensor, dim: int = 0) -> Node:
     for user in weight.users:
         if WeightBasisCall.of(user) == call:
             return user
-    with graph.inserting_after(constant):
+    with graph.inserting_after(max(constant, weight)):
         node = call.insert(graph)
     with torch.no_grad():
         own = example.shape[dim : dim + 1] if is_rotation(basis) else basis.shape

@@ -15,7 +15,7 @@ from kvpass.rules.base import Context, Rule
 from kvpass.rules.basis import arithmetic, views
 from kvpass.rules.basis.base import PushDown, PushUp, shape_of
 from kvpass.rules.basis.rotary import rotary_up
-from kvpass.rules.basis.weights import linear_down, linear_up
+from kvpass.rules.basis.weights import LAYERS, linear_down, linear_up
 
 UP: list[PushUp] = [views.compose_up, arithmetic.elementwise_up, views.transpose_up]
 UP += [views.reshape_up, views.slice_up, views.cat_up, rotary_up, arithmetic.scaled_up, linear_up]
@@ -91,7 +91,9 @@ def _down(rotate: Node, basis: Tensor, context: Context) -> tuple[str, list[Node
     if len(rotate.users) != 1:
         return Miss(f"{rotate.name} is read {len(rotate.users)} times", rotate)
     (reader,) = rotate.users
-    if reader.op == "output" or reader in context.changed:
+    # A layer's own result stays as it is, also where other processes' are added to it in place.
+    changed = reader in context.changed and op_name(reader) not in LAYERS
+    if reader.op == "output" or changed:
         return Miss("it is changed in place, or returned", reader)
     results = (push(reader, rotate, basis) for push in DOWN)
     moved = next((m for m in results if m is not None), None)

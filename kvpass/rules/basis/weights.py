@@ -11,7 +11,7 @@ from kvpass.graph.spellings import argument, op_name
 from kvpass.rules.basis.base import Moved, folded, replace_argument, shape_of, weight_miss
 
 # The arguments of each kind of linear layer, and its weight's dimension of the output's channels.
-_LAYERS = {"linear": ("input", "weight", "bias", 0), "addmm": ("mat1", "mat2", "input", 1)}
+LAYERS = {"linear": ("input", "weight", "bias", 0), "addmm": ("mat1", "mat2", "input", 1)}
 
 
 # R(x @ W.T + b)   = x @ R(W).T + R(b),         R on the rows of W:       linear
@@ -20,9 +20,9 @@ _LAYERS = {"linear": ("input", "weight", "bias", 0), "addmm": ("mat1", "mat2", "
 # R(x) @ W + b     = x @ R^-1(W) + b,           R^-1 on the rows of W:    addmm
 def linear_up(x: Node, basis: Tensor) -> Moved:
     """Moves into the weight and the bias of the layer that computes the channels."""
-    if op_name(x) not in _LAYERS:
+    if op_name(x) not in LAYERS:
         return None
-    _, weight_name, bias_name, dim = _LAYERS[op_name(x)]
+    _, weight_name, bias_name, dim = LAYERS[op_name(x)]
     own, weight, bias = flat(basis), argument(x, weight_name), argument(x, bias_name)
     if own is None:
         return Miss("the basis is not one of the layer's channels", x)
@@ -38,9 +38,9 @@ def linear_up(x: Node, basis: Tensor) -> Moved:
 
 def linear_down(reader: Node, rotate: Node, basis: Tensor) -> Moved:
     """Moves into the weight of the layer that reads the channels."""
-    if op_name(reader) not in _LAYERS:
+    if op_name(reader) not in LAYERS:
         return None
-    input_name, weight_name, _, dim = _LAYERS[op_name(reader)]
+    input_name, weight_name, _, dim = LAYERS[op_name(reader)]
     own, weight = flat(basis), argument(reader, weight_name)
     if argument(reader, input_name) is not rotate:
         return Miss("it is read as a weight", reader)
