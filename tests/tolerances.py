@@ -35,9 +35,6 @@ CPP_ATTENTION = {
     torch.bfloat16: 3e-3,
     torch.float16: 4e-4,
 }
-# The same where one channel of keys is 30 times as large as the others, in float16: the other
-# channels' queries are rounded to 1/65534 of that one's, which moves scores by 1e-4 of the largest.
-CPP_INTEGERS_FAR = 1.2e-3
 # Relative error of linear layers in C++ against float64.
 CPP_LINEAR = {
     # Sums of thousands of products in float32, in 16 parts and more.

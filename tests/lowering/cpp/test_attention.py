@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from kvpass.bench.contenders import decoded_rows
 from lowering.cpp.attention import attention, unsupported_reason
-from tests.tolerances import CPP_ATTENTION, CPP_INTEGERS_FAR
+from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
     dense_attention,
@@ -20,13 +22,13 @@ from tests.triton_templates.kernel_reference import (
 states = partial(kernel_reference.states, heads=2, batch=2, dtype=torch.float32)
 
 
-def check(plans, keys, values, q, mask=None, tolerance=CPP_ATTENTION, **variant):
+def check(plans, keys, values, q, mask=None, **variant):
     arguments = (q, keys, values, mask, q.shape[3] ** -0.5, *plans)
     assert unsupported_reason(*arguments, **variant) is None
     got = attention(*arguments, **variant)
     assert got.dtype == q.dtype
     error = relative_error(got, dense_attention(*arguments, **variant))
-    assert error <= tolerance[q.dtype], error
+    assert error <= CPP_ATTENTION[q.dtype], error
 
 
 def query(heads, n, dim, dtype=torch.float32, batch=2):
@@ -137,14 +139,21 @@ def test_integers_on_other_cpus(plans, dim, heads, lanes):
     check(plans, *states(plans, 300, dim=dim, dtype=dtype), query(heads, 1, dim, dtype))
 
 
-def test_integers_of_numbers_that_differ_by_far():
+@pytest.mark.parametrize("seed", range(4))
+def test_integers_of_numbers_that_differ_by_far(seed):
+    """Even then they are nearer to float64 than a plain cache in float16 is, read by SDPA."""
+    g = torch.Generator().manual_seed(seed)
     plans, dim, heads = INTEGERS[0]
     q = query(heads, 1, dim, torch.float16)
-    keys, values = (torch.randn(2, 2, 300, dim, dtype=torch.float16) for _ in range(2))
-    keys[..., 3] *= 30
-    values[:, :, 40::100] *= 300
-    packed = [torch.ops.kvpass.pack(x, p) for x, p in zip((keys, values), plans, strict=True)]
-    check(plans, *packed, q, tolerance={q.dtype: CPP_INTEGERS_FAR})
+    tokens = [torch.randn(2, 2, 300, dim, generator=g).half() for _ in plans]
+    tokens[0][..., 3] *= 30
+    tokens[1][:, :, 40::100] *= 300
+    packed = [torch.ops.kvpass.pack(x, plan) for x, plan in zip(tokens, plans, strict=True)]
+    arguments = (q, *packed, None, dim**-0.5, *plans)
+    wanted = dense_attention(*arguments)
+    plain = [torch.cat(x).half() for x in zip(*decoded_rows(*packed, *plans), strict=True)]
+    peer = scaled_dot_product_attention(q, *plain, enable_gqa=True)
+    assert relative_error(attention(*arguments), wanted) <= relative_error(peer, wanted)
 
 
 @pytest.mark.parametrize(
