@@ -126,5 +126,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     # The numbers are those of the references: nothing has to be compiled.
-    with patch("lowering.cpp.library.load_cpp", side_effect=InvalidCxxCompiler):
+    with patch("lowering.cpp.library.start_cpp", side_effect=InvalidCxxCompiler):
         main(Path(sys.argv[1]))
