@@ -19,8 +19,8 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def serve_packed(model: Any, recipe: str | Recipe | Plan = DEFAULT, **fields: Any) -> Any:
-    """Lets ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve``
-    keep keys and values of ``model`` in packed pages.
+    """Lets ``generate_batch`` and ``continuous_batching_context_manager`` keep keys and values of
+    ``model`` in packed pages.
 
     Tokens of a prompt attend to packed tokens as generated ones do, so that the answer to a request
     does not depend on what else is served. ``num_blocks`` are packed ones; a number that is not

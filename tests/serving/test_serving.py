@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvpass import oracle_cache, recipe, serve_packed
 from kvpass.errors import CacheStateError, OptionError
-from tests.command import failure
 from tests.models import prompt, tiny_model
 
 if not transformers.__version__.startswith("5.23."):
@@ -259,11 +258,3 @@ def test_refuses_configurations(option: dict[str, Any], message: str) -> None:
     serve_packed(model(), RECIPES["kivi"])
     with pytest.raises(OptionError, match=message):
         model().init_continuous_batching(None, ContinuousBatchingConfig(**option))
-
-
-def test_the_command_names_what_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvpass.cli.serve.find_spec", {"fastapi": None}.get)
-    said = failure(capsys, "serve", "examples/small_model")
-    assert said.endswith("which is not installed: pip install 'transformers[serving]'.")
