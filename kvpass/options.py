@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 from kvpass.errors import OptionError, check, check_flag, shown, unknown
-from kvpass.plan import Plan
+from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import DEFAULT, RECIPES, Recipe, overridden, recipe, written_recipe
 from kvpass.recipes.base import calibration_needed
 
@@ -73,6 +75,22 @@ def ready_planner(text: str) -> Recipe | Plan:
     if isinstance(found, Recipe) and found.calibrated:
         raise calibration_needed(found.name)
     return found
+
+
+def planner_digest(planner: Recipe | Plan) -> tuple[str, str]:
+    """The name of ``planner``, and the SHA-256 of all that it says, in hexadecimal digits."""
+    said: Any = repr(planner)
+    if isinstance(planner, Plan):
+        said = [_said(planner.default), {n: _said(x) for n, x in planner.layers.items()}]
+    name = planner.recipe if isinstance(planner, Plan) else planner.name
+    return name, hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _said(plan: LayerPlan) -> list[Any]:
+    """All that a layer's plan says."""
+    numbers = (plan.key_basis, plan.value_basis, plan.key_ranges)
+    read = [None if x is None else [x.heads, x.dtype, x.data.hex()] for x in numbers]
+    return [str(plan.keys), str(plan.values), plan.before_rope, read]
 
 
 def compile_config(**options: Any) -> Any:

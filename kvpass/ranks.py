@@ -14,9 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kvpass._torch import default_store, is_sharded
 from kvpass.errors import OptionError
 from kvpass.format.ranks import Ranks
+from kvpass.options import planner_digest
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe
-from kvpass.store.identity import planner_digest
 
 # How long a rank waits for the others to compile, too: they have to trace the same model.
 _PATIENCE = timedelta(minutes=5)

@@ -17,10 +17,11 @@ from kvpass.bench.contenders import (
     dense_contenders,
     packed_contender,
 )
-from kvpass.bench.device import dtype_name, require_memory
+from kvpass.bench.device import require_memory
 from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
 from kvpass.bench.timing import Result, copy_bandwidth, made_or_failing, measure
+from kvpass.format.dtypes import dtype_name
 
 PEERS = (HF_NAME, ROWS_NAME, FLEX_NAME)
 

@@ -16,13 +16,14 @@ from kvpass.bench.decoders import (
     packed_static_contender,
     plain_contenders,
 )
-from kvpass.bench.device import dtype_name, require_memory
+from kvpass.bench.device import require_memory
 from kvpass.bench.filling import Setting
 from kvpass.bench.models import model_bytes, random_model
 from kvpass.bench.peers import PEERS, check_peers, peer_contenders
 from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
 from kvpass.bench.timing import Result, made_or_failing, measure
+from kvpass.format.dtypes import dtype_name
 
 _WARM_UP = 3
 # Threads of llama.cpp spin for 8 ms behind a step (measured), on cores that others need.

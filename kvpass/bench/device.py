@@ -35,11 +35,6 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, e.g. ``float16``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def cache_size(device: torch.device) -> int:
     """Bytes of the last-level cache."""
     if device.type == "cuda":

@@ -34,13 +34,13 @@ from kvpass._torch_gpu import (
     simulated_gpu,
     stand_in,
 )
-from kvpass.bench.device import dtype_name
 from kvpass.bench.models import Shape
 from kvpass.bench.plans import layer_plan
 from kvpass.bench.report import Section
 from kvpass.errors import KernelError
 from kvpass.folding import Fold
 from kvpass.format import channels, groups, quantize
+from kvpass.format.dtypes import dtype_name
 from kvpass.graph.bind import constants
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvpass.backend import provider
 from kvpass.bench.contenders import TOLERANCE, decoded_rows, dense_attention, random_tokens
-from kvpass.bench.device import dtype_name
 from kvpass.bench.plans import layer_plan, packed_states
 from kvpass.bench.timing import relative_error
 from kvpass.format.codec import NOWHERE
+from kvpass.format.dtypes import dtype_name
 from kvpass.format.quantize import split_outliers
 from kvpass.format.rope import Rope
 from kvpass.format.state import State

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without installation)
-from kvpass.bench.device import dtype_name
 from kvpass.bench.filling import LAYER_TOLERANCE
 from kvpass.bench.models import Shape, layer_sizes, random_model
 from kvpass.bench.plans import layer_plan
 from kvpass.bench.timing import relative_error
+from kvpass.format.dtypes import dtype_name
 from kvpass.inspect.report import reports
 from kvpass.oracle import oracle_cache
 from kvpass.plan import Plan

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvpass.bench.device import dtype_name
 from kvpass.bench.filling import Setting, step
 from kvpass.errors import OptionError
+from kvpass.format.dtypes import dtype_name
 
 _PRECISIONS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # Tokens of the past and of the step while the model is traced; the IR takes any number.

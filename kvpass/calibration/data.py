@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import OptionError, check_whole, cut, shown
+from kvpass.format.dtypes import dtype_name
 
 _KINDS = "texts, token ids, or a data set of mappings with 'input_ids' or 'text'"
 
@@ -89,7 +90,7 @@ def _token_ids(item: Any, tokenizer: Any) -> Tensor:
     ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
     if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32) or len(ids) == 0:
         raise OptionError(
-            f"Token ids are {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}; allowed: "
+            f"Token ids are {dtype_name(ids.dtype)} {list(ids.shape)}; allowed: "
             "whole numbers of one dimension."
         )
     return ids.long().cpu()

@@ -165,9 +165,9 @@ def start(model: str, prompt: int, recipes: list[str], json: str | None, **where
     an earlier one left: the plain model, torch.compile and recipes."""
     from dataclasses import asdict
 
-    from kvpass.bench.device import dtype_name
     from kvpass.bench.report import check_outputs, write_json
     from kvpass.bench.start import StartSetting, bench_start, start_section
+    from kvpass.format.dtypes import dtype_name
     from kvpass.options import ready_planner
 
     check_outputs(json)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpass.bench.report import Section, number
 from kvpass.estimate.estimate import Estimate, Setting
+from kvpass.format.dtypes import dtype_name
 
 _HEADER = (
     "cache", "GB held", "bits/element", "GB read/step", "ms/step", "tokens/s",
@@ -24,7 +25,7 @@ def estimate_section(setting: Setting, estimates: Sequence[Estimate]) -> Section
     """A row for each way to cache; what is assumed stands below."""
     device = setting.device
     title = (
-        f"Predicted: {setting.config.model_type} in {_dtype(setting)} on {device.name}, "
+        f"Predicted: {setting.config.model_type} in {dtype_name(setting.dtype)} on {device.name}, "
         f"batch {setting.batch}, {setting.context:,} tokens"
     )
     throughput = "" if device.flops is None else f" and {device.flops / 1e12:g} TFLOP/s"
@@ -54,13 +55,9 @@ def estimate_json(setting: Setting, estimates: Sequence[Estimate]) -> list[dict[
     common = {
         "model": setting.config.model_type,
         "device": asdict(setting.device),
-        "dtype": _dtype(setting),
+        "dtype": dtype_name(setting.dtype),
         "efficiency": setting.efficiency,
         "at_batch": setting.batch,
         "at_context": setting.context,
     }
     return [{**common, **asdict(e)} for e in estimates]
-
-
-def _dtype(setting: Setting) -> str:
-    return str(setting.dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import PlanError
+from kvpass.format.dtypes import dtype_name
 from kvpass.format.ranks import Ranks
 
 _DTYPES = {"int32": torch.int32, "int16": torch.int16, "float32": torch.float32}
@@ -219,5 +220,5 @@ def _order_and_inverse(order: ChannelOrder, device: str) -> tuple[Tensor, Tensor
 
 def _kind(order: Any) -> str:
     if isinstance(order, Tensor):
-        return f"{str(order.dtype).removeprefix('torch.')} {list(order.shape)}"
+        return f"{dtype_name(order.dtype)} {list(order.shape)}"
     return type(order).__name__

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.format.codec import Codec
+from kvpass.format.dtypes import dtype_name
 
 # A dimension: a number, or the name of a size that allocation gives a value.
 Dim = int | str
@@ -94,7 +95,7 @@ class Field:
         return tensor.narrow(self.token_dim, first // self.group, count // self.group)
 
     def __str__(self) -> str:
-        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.") + " "
+        dtype = "" if self.dtype is None else dtype_name(self.dtype) + " "
         group = f"/{self.group}" if self.group > 1 else ""
         dims = [f"{d}{group}" if d == self.grows else str(d) for d in self.shape]
         return f"{self.name} {dtype}[{', '.join(dims)}]"

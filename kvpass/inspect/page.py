@@ -18,6 +18,7 @@ from pygments import lex, token
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 
+from kvpass.format.dtypes import dtype_name
 from kvpass.inspect.cells import Cell, model_cells
 from kvpass.inspect.chart import HEIGHT, LEFT, TOP, WIDTH, cache_points, chart, readable
 from kvpass.inspect.report import GraphReport
@@ -112,7 +113,7 @@ def render(model: str, graphs: Sequence[GraphReport], summary: str) -> str:
         kernels=kernels(recent),
         left_out=left_out,
         chart=chart(points) if points and cells else None,
-        dtypes=sorted({str(c.dtype).removeprefix("torch.") for own in cells.values() for c in own}),
+        dtypes=sorted({dtype_name(c.dtype) for own in cells.values() for c in own}),
         area={"left": LEFT, "top": TOP, "width": WIDTH, "height": HEIGHT},
         warnings=list(dict.fromkeys(m for report in graphs for m in report.warnings)),
     )  # fmt: skip

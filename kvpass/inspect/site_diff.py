@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.graph import magic_methods
 
+from kvpass.format.dtypes import dtype_name
 from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.spellings import op_name
 from kvpass.inspect.report import GraphReport
@@ -199,7 +200,7 @@ def _value(node: Node) -> str:
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor):
         return ""
-    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    return f"{dtype_name(value.dtype)}[{', '.join(map(str, value.shape))}]"
 
 
 def _code(node: Node, name: Callable[[Node], str]) -> str:

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
+from kvpass.format.dtypes import dtype_name
 from kvpass.plan import LayerPlan
 from kvpass.serving.allocator import PackedAllocator, Step
 from kvpass.serving.attention import QUERIES
@@ -145,7 +146,7 @@ class PackedPagedCache(PagedAttentionCache):
         return (
             f"room for {self.max_tokens_read:,} packed tokens and the exact ones of "
             f"{self.allocator.most_requests:,} requests in the bytes of {self.plain_tokens:,} "
-            f"tokens in {str(self.dtype).removeprefix('torch.')}"
+            f"tokens in {dtype_name(self.dtype)}"
         )
 
     @property

@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from kvpass.bench.device import dtype_name
 from kvpass.errors import CacheFileError, KvpassError, OptionError, check, cut, shown
+from kvpass.format.dtypes import dtype_name
 from kvpass.store.compression import check_level, compressed, decompressed
 from kvpass.store.contents import Reader, Writer
 from kvpass.store.identity import Identity

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import is_subclass, storage_key
-from kvpass.bench.device import dtype_name
 from kvpass.errors import CacheFileError, shown
 from kvpass.format.channels import channel_basis
 from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.dtypes import dtype_name
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
 from kvpass.tensor.chunked import ChunkedKV, another

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import compile_options, is_subclass
-from kvpass.bench.device import dtype_name
-from kvpass.options import parse_options
-from kvpass.plan import LayerPlan, Plan
-from kvpass.recipes import Recipe
+from kvpass.format.dtypes import dtype_name
+from kvpass.options import parse_options, planner_digest
 
 # Values of each weight that count.
 _SAMPLES = 1024
@@ -72,21 +70,6 @@ def _plan_digest(model: Any) -> tuple[str | None, str | None]:
     return planner_digest(parse_options(options).planner)
 
 
-def planner_digest(planner: Recipe | Plan) -> tuple[str, str]:
-    """The name of ``planner``, and the SHA-256 of all that it says, in hexadecimal digits."""
-    if isinstance(planner, Recipe):
-        return planner.name, _digest(repr(planner))
-    layers = {name: _parts(layer) for name, layer in planner.layers.items()}
-    return planner.recipe, _digest([_parts(planner.default), layers])
-
-
-def _parts(plan: LayerPlan) -> list[Any]:
-    """All that a layer's plan says."""
-    numbers = (plan.key_basis, plan.value_basis, plan.key_ranges)
-    read = [None if x is None else [x.heads, x.dtype, x.data.hex()] for x in numbers]
-    return [str(plan.keys), str(plan.values), plan.before_rope, read]
-
-
 def model_digest(model: Any) -> str:
     """The SHA-256 of a model's config and of samples of every weight, in hexadecimal digits.
 
@@ -116,7 +99,3 @@ def _add(found: Any, name: str, weight: Tensor) -> None:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, default=str).encode()
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(_json(value)).hexdigest()

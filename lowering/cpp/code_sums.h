@@ -42,19 +42,6 @@ inline void scale_query(
   each<0, ROWS>([&](auto r) { result.offset[r] = offset[r]; });
 }
 
-// The words of TOKENS tokens: those at `codes`, or, where there are fewer, a copy, filled up.
-template <class A> struct Tile {
-  static constexpr int TOKENS = Panel<A>::TOKENS, WORDS = A::K::Code::WORDS;
-  alignas(64) uint16_t filled[TOKENS * WORDS];
-
-  const uint16_t* read(const uint16_t* codes, int count) {
-    if (count >= TOKENS) return codes;
-    std::memset(filled, 0, sizeof filled);
-    std::memcpy(filled, codes, count * WORDS * sizeof *codes);
-    return filled;
-  }
-};
-
 // The lane in which lane_sums leaves lane i of join_sums.
 template <int HELD, int TOKENS> constexpr int lane_before(int i) {
   const int row = i / TOKENS, token = i % TOKENS;

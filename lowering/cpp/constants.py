@@ -84,12 +84,11 @@ class Constants:
     def fills(self, lanes: int) -> bool:
         """Vectors of ``lanes`` numbers are not mostly padding: what is decoded first may be so for
         the time of that, and a vector of words may hold several tokens (planes.h)."""
-        if not self.dequant_first and self.packed and self.plan.codec.words.parts == 1:
-            several = self.width >= 4 and lanes % self.width == 0
-        else:
-            several = False
-        width = 2 * self.width if self.dequant_first else self.width
-        return width >= lanes or several
+        if self.dequant_first:
+            return 2 * self.width >= lanes
+        one_part = self.packed and self.plan.codec.words.parts == 1
+        several = one_part and self.width >= 4 and lanes % self.width == 0
+        return self.width >= lanes or several
 
     def unsupported_reason(self, lanes: int) -> str | None:
         """Why vectors of ``lanes`` numbers cannot work on these groups, or None."""

@@ -23,7 +23,7 @@ inline Floats exponential(Floats x) {
 
 // tanh, absolute error below 2e-7. The polynomial near 0 is that of the Cephes library.
 inline Floats hyperbolic_tangent(Floats x) {
-  const Floats size = (Floats)((Ints)x & 0x7fffffff), y = exponential(-2.0f * size);
+  const Floats size = magnitude(x), y = exponential(-2.0f * size);
   const Floats far = (1.0f - y) / (1.0f + y), square = x * x;
   Floats near = square * -5.70498872745e-3f + 2.06390887954e-2f;
   near = near * square - 5.37397155531e-2f;

@@ -31,7 +31,7 @@ template <class A> inline void arrange_query(const Panel<A>& panel, IntegerQuery
     each<0, A::ROWS>([&](auto r) {
       std::memcpy(rows[r], panel.rows[r].query, sizeof rows[r]);
       for (int d = 0; d < K::DIM; d += LANES)
-        tops[r] = maximum(tops[r], size(load<Floats, LANES>(rows[r] + d)));
+        tops[r] = maximum(tops[r], magnitude(load<Floats, LANES>(rows[r] + d)));
     });
     put_query<A>(rows, tops, result);
     result.offsets = Floats{};
@@ -51,7 +51,7 @@ inline void scale_query(
     each<0, A::ROWS>([&](auto r) {
       const Floats q = load<Floats, LANES>(panel.rows[r].query + at), x = q * factor;
       sums[r] += q * start;
-      tops[r] = maximum(tops[r], size(x));
+      tops[r] = maximum(tops[r], magnitude(x));
       store<LANES>(rows[r] + at, x);
     });
   });

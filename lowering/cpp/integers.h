@@ -54,8 +54,6 @@ template <int ROWS> struct Steps {
   }
 };
 
-inline Floats size(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
-
 // Lane i: pair i / (LANES / COUNT).
 template <int COUNT> inline Ints stretch_pairs(const int16_t* numbers) {
   if constexpr (COUNT > 1) {

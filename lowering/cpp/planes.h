@@ -82,6 +82,19 @@ template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
   }
 };
 
+// The words of TOKENS tokens: those at `codes`, or, where there are fewer, a copy, filled up with zeros:
+// what is beyond may be nobody's memory.
+template <class Code, int TOKENS> struct Tile {
+  alignas(64) uint16_t filled[TOKENS * Code::WORDS];
+
+  const uint16_t* read(const uint16_t* codes, int count) {
+    if (count >= TOKENS) return codes;
+    std::memset(filled, 0, sizeof filled);
+    std::memcpy(filled, codes, count * Code::WORDS * sizeof *codes);
+    return filled;
+  }
+};
+
 // Vectors of one number per group, for the channels of a vector.
 template <class Span, class Number> inline auto spread(const Number& of_group) {
   auto x = of_group(Span::FIRST);

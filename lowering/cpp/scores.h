@@ -64,7 +64,7 @@ __attribute__((flatten)) void token_scores(
       store<LANES>(scales[g] + t, affine.scale);
       store<LANES>(minima[g] + t, affine.minimum);
     }
-  Tile<A> tile;
+  Tile<Keys, Panel<A>::TOKENS> tile;
   const auto repeated = [](const float* of_tokens) {
     return repeat<TOKENS>(load<Floats, TOKENS>(of_tokens));
   };
@@ -86,7 +86,7 @@ __attribute__((flatten)) void channel_scores(
   using K = typename A::K;
   using Keys = typename K::Code;
   const K& k = pair.a.k;
-  Tile<A> tile;
+  Tile<Keys, Panel<A>::TOKENS> tile;
   for (int t = 0; t < count;) {
     const int64_t group = (slot + t) / K::GROUP;
     const int end = std::min<int64_t>(count, (group + 1) * K::GROUP - slot);

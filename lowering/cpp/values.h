@@ -161,10 +161,9 @@ void packed_values(
         add(values + t * Values::WORDS);
       }
       if (t < count) {
-        // Words beyond may be nobody's memory: zeros instead, whose weights count for nothing.
-        uint16_t rest[TOKENS * Values::WORDS]{};
-        std::memcpy(rest, values + t * Values::WORDS, (count - t) * Values::WORDS * sizeof *rest);
-        add(rest);
+        // The weights of zeros count for nothing.
+        Tile<Values, TOKENS> tile;
+        add(tile.read(values + t * Values::WORDS, count - t));
       }
       each<0, HERE>([&](auto j) {
         constexpr int PLANE = Codes::plane(CHAIN, STEP + j);

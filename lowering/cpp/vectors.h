@@ -99,6 +99,7 @@ template <class Vector> inline Vector select(Ints condition, Vector yes, Vector 
 // The second argument if one of them is NaN, which is what instructions for this do.
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
 #if defined(__clang__)
 #define SHUFFLE(a, b, index) __builtin_shufflevector(a, b, index...)
