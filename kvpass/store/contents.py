@@ -99,16 +99,26 @@ class Writer:
 
 
 def _used(x: PackedKV, field: Field) -> Tensor:
-    """The tensor of a field, without room that was made for later steps; rings are whole."""
+    """The tensor of a field, without room that was made for later steps; rings are whole. Slots
+    that hold no token are zero: what was in memory before is nobody's business."""
     tensor: Tensor = getattr(x, field.name)
     plan = x.plan
     if plan.window_size is not None or isinstance(x, ChunkedKV):
         return tensor
     packed = x.shape[2] if plan.codec.identity else x.row_ends[-2] - plan.sinks
+    if field.name == "window":
+        ring, first = tensor.shape[2], packed + plan.sinks
+        held = {t % ring for t in range(first, x.written)}
+        free = torch.tensor([i for i in range(ring) if i not in held], device=tensor.device)
+        return tensor.index_fill(2, free.long(), 0)
     tokens = {"capacity": packed, "cos_sin": x.written}.get(field.grows or "")
     if tokens is None:
         return tensor
-    return field.tokens(tensor, 0, min(plan.capacity(tokens), field.room(tensor)))
+    room = min(plan.capacity(tokens), field.room(tensor))
+    kept = field.tokens(tensor, 0, room).clone(memory_format=torch.preserve_format)
+    held_groups = -(-tokens // field.group)
+    kept.narrow(field.token_dim, held_groups, kept.shape[field.token_dim] - held_groups).zero_()
+    return kept
 
 
 class Reader:
