@@ -67,17 +67,19 @@ def cpu_features() -> str:
 
 
 def start_cpp(source: str, flags: Sequence[str]) -> Callable[[], Any]:
-    """Begins to compile C++ ``source`` with Inductor's compiler, in one of its threads, unless it
-    is in Inductor's cache; ``flags`` come behind Inductor's own, so that they win.
+    """Begins to compile C++ ``source`` with Inductor's compiler, in one of its threads (where it
+    has but one, on waiting), unless it is in Inductor's cache; ``flags`` come behind Inductor's
+    own, so that they win.
 
     Returns:
         What waits for the library. One that is damaged is compiled anew.
     """
-    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     text = f"{source}// The CPU has {cpu_features()}.\n"
     with trusted_vectors():
-        submit = AsyncCompile.submit
+        # With one thread, submitting is compiling, under a lock that compiling takes again.
+        submit = AsyncCompile.submit if get_compile_threads() > 1 else None
         made = _code_cache().load_async(text, extra_flags=tuple(flags), submit_fn=submit)
 
     def wait() -> Any:

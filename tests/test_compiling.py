@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -42,6 +43,17 @@ def test_a_library_that_is_cut_off_is_compiled_anew(kept: float) -> None:
     assert again.kvpass_answer() == 42
     assert path_of(again) == path
     assert not is_cut_off(str(path))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_library_is_compiled_with_any_number_of_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)
+    # A lock that is never had is an error in a second, not in ten minutes.
+    monkeypatch.setattr("torch._inductor.codecache.LOCK_TIMEOUT", 1)
+    monkeypatch.setattr(_torch_cpp, "cpu_features", lambda: f"never seen: {uuid4()}")
+    assert load_cpp(SOURCE, ()).kvpass_answer() == 42
 
 
 def test_code_is_for_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
