@@ -173,6 +173,13 @@ def storage_key(tensor: Tensor) -> int:
     return cast(int, tensor.untyped_storage()._cdata)
 
 
+def unbatched(tensor: Tensor) -> Tensor:
+    """The tensor that one inside `torch.vmap`, which has no memory of its own, stands for."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def written_arguments(target: Any) -> set[int | str] | None:
     """Positions and names of the arguments that an operator of ``torch.ops`` writes to; None if
     ``target`` is no such operator."""

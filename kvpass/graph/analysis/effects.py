@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import is_higher_order, storage_key, tree_leaves, written_arguments
+from kvpass._torch import is_higher_order, storage_key, tree_leaves, unbatched, written_arguments
 from kvpass._torch_sizes import size_expr
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.spellings import VIEWS, op_name
@@ -106,7 +106,7 @@ def memory(node: Any) -> int | None:
     example = node.meta.get("example_value") if isinstance(node, Node) else None
     if not isinstance(example, Tensor) or isinstance(example, PackedKV):
         return None
-    return storage_key(example)
+    return storage_key(unbatched(example))
 
 
 def _added(node: Node) -> sympy.Expr | None:

@@ -153,3 +153,18 @@ def test_memory_that_is_written_to():
     assert transposed in changed
     assert transposed.args[0] in changed
     assert not {other, fresh, next(iter(captured.graph.nodes))} & changed
+
+
+def test_memory_inside_vmap_is_that_of_the_whole():
+    def function(x, y):
+        x.add_(1)
+        return torch.vmap(lambda row: row.view(-1) * 2)(x), torch.vmap(torch.neg)(y)
+
+    captured = Captured(function)(torch.randn(3, 4), torch.randn(3, 4))
+    x, y = captured.graph.find_nodes(op="placeholder")
+    changed = changed_storages(captured.graph)
+    nodes = captured.graph.nodes
+    batched = {node.args[0]: node for node in nodes if "add_batch" in str(node.target)}
+    view = next(node for node in batched[x].users if node.target == "view")
+    assert {x, batched[x], view} <= changed
+    assert not {y, batched[y], *batched[y].users} & changed
