@@ -14,7 +14,7 @@ from kvpass.errors import PlanError, check, is_number
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe, Recipe, fitted
 from kvpass.recipes.kivi import Kivi
-from kvpass.recipes.kvquant import Kvquant
+from kvpass.recipes.kvquant import Kvquant, fit_together
 from kvpass.recipes.rotated import Rotated
 from kvpass.recipes.skvq import Skvq
 
@@ -61,10 +61,18 @@ class Auto(CalibratedRecipe):
             PlanError: if none does.
         """
         plans: list[Plan] = []
+        kvquant: list[Kvquant] = []
         for recipe in self.candidates(min(min(dims) for _, *dims in shapes.values())):
-            # Some may not fit these heads, or there are no keys before a rotary embedding.
+            # Some may not fit these heads.
             with suppress(PlanError):
-                plans.append(fitted(recipe, run, shapes, seed))
+                if isinstance(recipe, Kvquant):
+                    recipe.sized(shapes)
+                    kvquant.append(recipe)
+                else:
+                    plans.append(fitted(recipe, run, shapes, seed))
+        # There may be no keys before a rotary embedding.
+        with suppress(PlanError):
+            plans += fit_together(kvquant, run, seed)
         if not plans:
             raise PlanError("No recipe fits this model.")
         return plans

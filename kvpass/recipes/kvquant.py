@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from kvpass.calibration.samples import (
     AttentionSample,
     CalibrationRunner,
     GradientSample,
+    Name,
     Shape,
     Stored,
 )
@@ -92,39 +95,23 @@ class Kvquant(CalibratedRecipe):
 
     def fit(self, run: CalibrationRunner, seed: int) -> Plan:
         """Ranges of keys, then codebooks of keys and values from the gradients."""
-        plans = self._ranged(run)
-        if not self.uniform:
-            plans = self._with_codebooks(plans, run, seed)
-        unknown = TensorPlan(Codec(self._bits("values"), "token", 128), self._retention)
-        return Plan(LayerPlan(unknown, unknown), plans, self.name)
-
-    def _ranged(self, run: CalibrationRunner) -> dict[str, LayerPlan]:
-        """Plans with evenly spaced codes, and calibrated ranges of keys."""
-        thresholds: dict[str, Thresholds] = {}
-        shapes: dict[str, Shape] = {}
-
-        def observe(sample: AttentionSample) -> None:
-            if sample.layer not in thresholds:
-                tokens = run.tokens(self.sinks)
-                thresholds[sample.layer] = Thresholds(self.outliers, tokens, self.sinks)
-                shapes[sample.layer] = sample.shape
-            thresholds[sample.layer].add(sample.stored("keys", self.before_rope))
-
-        run(observe, "ranges of keys")
-        return {
-            layer: self._layer(layer, shape, *thresholds[layer].bounds())
-            for layer, shape in shapes.items()
-        }
+        (plan,) = fit_together([self], run, seed)
+        return plan
 
     def sized(self, shapes: Mapping[str, Shape]) -> Plan:
         """See `Recipe.sized`: ranges of zeros take as much room as calibrated ones."""
         layers = {}
         for path, shape in shapes.items():
             none = torch.zeros(shape[0], shape[1])
-            layers[path] = self._layer(path, shape, none, none)
+            layers[path] = self.layer(path, shape, none, none)
         return Plan(layers=layers, recipe=self.name)
 
-    def _layer(self, path: str, shape: Shape, low: Tensor, high: Tensor) -> LayerPlan:
+    def plan_of(self, layers: Mapping[str, LayerPlan]) -> Plan:
+        """A plan of these layers."""
+        unknown = TensorPlan(Codec(self._bits("values"), "token", 128), self._retention)
+        return Plan(LayerPlan(unknown, unknown), dict(layers), self.name)
+
+    def layer(self, path: str, shape: Shape, low: Tensor, high: Tensor) -> LayerPlan:
         """A layer's plan with evenly spaced codes; ``low`` and ``high`` ``[H, D]`` are the ranges
         of its keys."""
         heads, key_dim, value_dim = shape
@@ -144,36 +131,80 @@ class Kvquant(CalibratedRecipe):
         codec = Codec(bits, axis, group, outliers=outliers, codebook=even)
         return TensorPlan(codec, self._retention)
 
-    def _with_codebooks(
-        self, plans: dict[str, LayerPlan], run: CalibrationRunner, seed: int
-    ) -> dict[str, LayerPlan]:
-        samples = {(layer, kind): CodebookSamples() for layer in plans for kind in STORED}
+    def with_codebook(self, plan: TensorPlan, samples: CodebookSamples, seed: int) -> TensorPlan:
+        """``plan`` with the codebook of what was seen."""
+        bits = int(plan.codec.bits)
+        codebook = samples.codebook(bits, seed)
+        shifted = bits == 2 if self.qnorm is None else self.qnorm
+        qnorm = samples.qnorm(codebook) if shifted else None
+        return replace(plan, codec=replace(plan.codec, codebook=codebook, qnorm=qnorm))
 
-        def observe(sample: GradientSample) -> None:
-            if sample.kind == ("keys" if self.before_rope else "before_rope"):
-                return
-            plan, _, ranges = plans[sample.layer].stored(sample.stored)
-            x, gradient = (t[:, :, self.sinks :] for t in (sample.x, sample.gradient))
-            if x.shape[2]:
-                qparams = None if ranges is None else ranges.tensor(x.device)
-                normal, inside = normalized(plan.codec, x, qparams)
-                weights = gradient.float().square()
-                samples[sample.layer, sample.stored].add(normal, weights, inside)
 
-        run.gradients(observe, "sensitivities")
+def fit_together(recipes: Sequence[Kvquant], run: CalibrationRunner, seed: int) -> list[Plan]:
+    """What `Kvquant.fit` returns for each recipe, from as many passes as one of them needs."""
+    fits = [_Fit(recipe, run.tokens(recipe.sinks)) for recipe in recipes]
 
-        def calibrated(plan: TensorPlan, samples: CodebookSamples) -> TensorPlan:
-            bits = int(plan.codec.bits)
-            codebook = samples.codebook(bits, seed)
-            shifted = bits == 2 if self.qnorm is None else self.qnorm
-            qnorm = samples.qnorm(codebook) if shifted else None
-            return replace(plan, codec=replace(plan.codec, codebook=codebook, qnorm=qnorm))
+    def observe(sample: AttentionSample) -> None:
+        for fit in fits:
+            fit.add_keys(sample)
 
-        return {
-            layer: replace(
-                plan,
-                keys=calibrated(plan.keys, samples[layer, "keys"]),
-                values=calibrated(plan.values, samples[layer, "values"]),
-            )
-            for layer, plan in plans.items()
-        }
+    def observe_gradients(sample: GradientSample) -> None:
+        for fit in with_codebooks:
+            fit.add_gradients(sample)
+
+    run(observe, "ranges of keys")
+    for fit in fits:
+        fit.take_ranges()
+    if with_codebooks := [fit for fit in fits if not fit.recipe.uniform]:
+        run.gradients(observe_gradients, "sensitivities")
+        for fit in with_codebooks:
+            fit.take_codebooks(seed)
+    return [fit.recipe.plan_of(fit.layers) for fit in fits]
+
+
+class _Fit:
+    """One recipe's calibration, pass by pass.
+
+    Attributes:
+        recipe: whose.
+        layers: their plans, as far as they are known.
+    """
+
+    def __init__(self, recipe: Kvquant, tokens: int) -> None:
+        self.recipe = recipe
+        self.layers: dict[str, LayerPlan] = {}
+        new = partial(Thresholds, recipe.outliers, tokens, recipe.sinks)
+        self._thresholds: defaultdict[str, Thresholds] = defaultdict(new)
+        self._shapes: dict[str, Shape] = {}
+        self._samples: defaultdict[Name, CodebookSamples] = defaultdict(CodebookSamples)
+
+    def add_keys(self, sample: AttentionSample) -> None:
+        """First pass."""
+        self._shapes[sample.layer] = sample.shape
+        keys = sample.stored("keys", self.recipe.before_rope)
+        self._thresholds[sample.layer].add(keys)
+
+    def take_ranges(self) -> None:
+        """Codes are evenly spaced then."""
+        for path, shape in self._shapes.items():
+            bounds = self._thresholds[path].bounds()
+            self.layers[path] = self.recipe.layer(path, shape, *bounds)
+
+    def add_gradients(self, sample: GradientSample) -> None:
+        """Second pass."""
+        if sample.kind == ("keys" if self.recipe.before_rope else "before_rope"):
+            return
+        plan, _, ranges = self.layers[sample.layer].stored(sample.stored)
+        x, gradient = (t[:, :, self.recipe.sinks :] for t in (sample.x, sample.gradient))
+        if x.shape[2]:
+            qparams = None if ranges is None else ranges.tensor(x.device)
+            normal, inside = normalized(plan.codec, x, qparams)
+            weights = gradient.float().square()
+            self._samples[sample.layer, sample.stored].add(normal, weights, inside)
+
+    def take_codebooks(self, seed: int) -> None:
+        """Codes stand for what was seen."""
+        for path, layer in self.layers.items():
+            keys = self.recipe.with_codebook(layer.keys, self._samples[path, "keys"], seed)
+            values = self.recipe.with_codebook(layer.values, self._samples[path, "values"], seed)
+            self.layers[path] = replace(layer, keys=keys, values=values)
