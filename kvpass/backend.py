@@ -243,7 +243,7 @@ def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:
     """The function that a compiled graph would call for ``kvpass::<op>``, to be called outside one.
 
     Args:
-        op: ``attention``, ``append``, ``pack`` or ``unpack``.
+        op: ``attention``, ``append``, ``pack``, ``unpack`` or one of pages.
         args: the arguments it is to be called with; they decide who can compute it.
 
     Returns:

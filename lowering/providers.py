@@ -16,11 +16,15 @@ import torch
 from kvpass._torch_cpp import DIRECT
 
 # Importing these defines the ops that are provided for here.
+from kvpass.ops import append_pages as _append_pages  # noqa: F401
+from kvpass.ops import attention_pages as _attention_pages  # noqa: F401
 from kvpass.ops import length as _length  # noqa: F401
 from kvpass.ops import linear as _linear  # noqa: F401
 from kvpass.ops.library import FAKES, SCHEMAS
 from lowering.cpp import append as cpp_append
+from lowering.cpp import append_pages as cpp_append_pages
 from lowering.cpp import attention as cpp_attention
+from lowering.cpp import attention_pages as cpp_attention_pages
 from lowering.cpp import chunks as cpp_chunks
 from lowering.cpp import linear as cpp_linear
 from lowering.cpp import pack as cpp_pack
@@ -53,8 +57,8 @@ class Provider:
 
 # Their references read the ends of segments on the host.
 _READ_ENDS = (
-    "append", "append_attention", "append_attention_chunks", "attention", "attention_chunks",
-    "extend_chunks", "unpack",
+    "append", "append_attention", "append_attention_chunks", "append_pages", "attention",
+    "attention_chunks", "attention_pages", "extend_chunks", "unpack",
 )  # fmt: skip
 
 
@@ -90,6 +94,12 @@ def _cpp(
 _GENERATED = (
     _cpp("attention", cpp_attention.attention, cpp_attention.unsupported_reason),
     _cpp("append", cpp_append.append, cpp_append.unsupported_reason),
+    _cpp(
+        "attention_pages",
+        cpp_attention_pages.attention_pages,
+        cpp_attention_pages.unsupported_reason,
+    ),
+    _cpp("append_pages", cpp_append_pages.append_pages, cpp_append_pages.unsupported_reason),
     _cpp("pack", cpp_pack.pack, cpp_pack.unsupported_reason),
     _cpp("unpack", cpp_unpack.unpack, cpp_unpack.unsupported_reason),
     _cpp("linear", cpp_linear.linear, cpp_linear.unsupported_reason),

@@ -47,16 +47,24 @@ def unsupported_conversion(exact: Tensor, dtype: torch.dtype) -> str | None:
 
 def unsupported_formats(q: Tensor, keys: State, values: State) -> str | None:
     """Why no kernel attends with this query to these keys and values, or None."""
-    k, v = keys.plan, values.plan
+    if reason := unsupported_plans(str(keys.plan), str(values.plan)):
+        return reason
+    dtypes = keys.tokens.dtype, values.tokens.dtype
+    if {q.dtype} != {*dtypes}:
+        return f"the query is {q.dtype}, keys are {dtypes[0]}, values {dtypes[1]}"
+    return None
+
+
+@cache
+def unsupported_plans(keys: str, values: str) -> str | None:
+    """Why no kernel attends to tokens stored by these printed plans together, or None."""
+    k, v = parse_plan(keys), parse_plan(values)
     if k.window_size != v.window_size:
         return f"keys {k} and values {v} do not keep the same tokens"
     if len({p.sinks for p in (k, v) if not p.codec.identity}) > 1:
         return f"keys {k} and values {v} do not have the same sinks"
     if v.codec.token_group > 1:
         return f"values {v} have groups along tokens"
-    dtypes = keys.tokens.dtype, values.tokens.dtype
-    if {q.dtype} != {*dtypes}:
-        return f"the query is {q.dtype}, keys are {dtypes[0]}, values {dtypes[1]}"
     return None
 
 
@@ -99,4 +107,19 @@ def unsupported_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     for name, tensor in zip(parse_plan(plan).layout.names, state, strict=False):
         if not tensor.is_contiguous():
             return f"{name} is not contiguous"
+    return None
+
+
+def unsupported_pages(pages: Sequence[Tensor], plan: str) -> str | None:
+    """Why no kernel can address the tensors of a `kvpass.ops.pages.Pages`, or None."""
+    *stored, exact, new = pages
+    names = [field.name for field in parse_plan(plan).layout.encoded()]
+    # Of each field one page is dense, and all have the same bytes between pages.
+    if {t.stride(0) * t.itemsize for t in stored} != {stored[0].stride(0) * stored[0].itemsize}:
+        return "fields have their pages at different distances"
+    for name, tensor in zip((*names, "exact"), (*(t[0] for t in stored), exact), strict=True):
+        if not tensor.is_contiguous():
+            return f"{name} is not contiguous"
+    if {exact.dtype} != {new.dtype}:
+        return f"new tokens are {new.dtype}, those in pages {exact.dtype}"
     return None

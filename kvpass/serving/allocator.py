@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 from transformers.generation.continuous_batching.cache_allocators import (
     CachePool,
@@ -26,18 +25,16 @@ class Step:
 
     Attributes:
         past, total: tokens of the request before the step and after it.
-        blocks: its blocks, int64, on the device.
-        first: the number of the page in which packed tokens end before the step.
-        exact: pages of exact tokens, int64: those of sinks, as far as they are before ``first``,
-            and all from there to ``past``.
+        blocks: its blocks.
+        exact: by the number of a block among those: its page of exact tokens, if any of them
+            before the step is read exactly.
         kept: for tokens ``start ... end`` of the step that are kept exact: page, slot, start, end.
     """
 
     past: int
     total: int
-    blocks: Tensor
-    first: int
-    exact: Tensor
+    blocks: Sequence[int]
+    exact: Mapping[int, int]
     kept: Sequence[tuple[int, int, int, int]]
 
 
@@ -124,10 +121,10 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     # Steps.
 
-    def prepare(self, request_id: str, past: int, new: int, device: torch.device) -> None:
+    def prepare(self, request_id: str, past: int, new: int) -> None:
         """Makes the `Step` of ``new`` tokens behind ``past`` others."""
         table, page_size, total = self.block_table[request_id], self.tokens_per_page, past + new
-        exact = [self.exact.page_of[table[i]] for i in self.pages.exact_pages(past)]
+        exact = {i: self.exact.page_of[table[i]] for i in self.pages.exact_pages(past)}
         first = self.pages.packed_before(past - 1) // page_size
         self.lengths[request_id] = total
         kept = []
@@ -137,8 +134,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
                 kept.append((self.exact.take(table[i]), start - i * page_size, start, end))
         for block in table[first:]:
             self._progress[block] = max(total, self._progress.get(block, 0))
-        blocks, pages = (torch.tensor(x, dtype=torch.int64, device=device) for x in (table, exact))
-        self.steps[request_id] = Step(past, total, blocks, first, pages, kept)
+        self.steps[request_id] = Step(past, total, tuple(table), exact, kept)
 
     def _kept_pages(self, table: Sequence[int], past: int, total: int) -> Iterator[int]:
         """The pages whose new tokens are kept exact: those attended to so after the step; and for

@@ -1,8 +1,10 @@
-"""The attention of many requests at once over packed pages, one request at a time."""
+"""The attention of many requests at once over packed pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,57 +12,76 @@ from torch import Tensor
 
 from kvpass.backend import provider
 from kvpass.errors import CacheStateError, OptionError
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.attention import (
     AttentionArguments,
     attention_weights,
     dense_attention,
     mask_rows,
 )
-from kvpass.serving.stored import Readable, StoredTensor
+from kvpass.ops.pages import Pages, Request
+from kvpass.serving.pages import TensorPages
 
 # Queries that are attended with at a time: scores take this many rows of a head.
 QUERIES = 128
-# What computes ``kvpass::attention`` of one token, by plans, shape, dtype and device.
-_TARGETS: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+# Who computes an op of pages, by the op and what else decides it.
+_TARGETS: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
-def attend(q: Tensor, keys: Readable, values: Readable, past: int, a: AttentionArguments) -> Tensor:
-    """Attention of ``q`` ``[1, Hq, n, D]`` at positions ``past ...``. Each query reads as packed
-    what is packed when its token has a step of its own.
+@dataclass(frozen=True)
+class Readable:
+    """The keys or the values of a request in a step.
+
+    Attributes:
+        pages: where they are; those that are due have been packed.
+        plan: how.
+    """
+
+    pages: Pages
+    plan: TensorPlan
+    request: Request
+
+    def packed_before(self, tokens: int) -> int:
+        """See `RetentionPolicy.packed_before`."""
+        return self.plan.retention.packed_before(tokens)
+
+    @cached_property
+    def packed(self) -> Tensor:
+        """All tokens that are packed for the last query, sinks as they are: ``[1, H, n, D]``."""
+        end = self.packed_before(self.request.total - 1)
+        return self.pages.upto(self.plan, self.request, end, end)
+
+    @cached_property
+    def tail(self) -> Tensor:
+        """All tokens that are exact for the first query, but for sinks: ``[1, H, n, D]``."""
+        start = self.packed_before(self.request.past)
+        return self.pages.exact_tokens(self.request, start, self.request.total)
+
+    def upto(self, packed: int, end: int) -> Tensor:
+        """Tokens up to position ``end``, the first ``packed`` of them packed."""
+        start = self.packed_before(self.request.past)
+        tail = self.tail[:, :, packed - start : end - start]
+        return torch.cat([self.packed[:, :, :packed], tail], dim=2)
+
+
+def attend(q: Tensor, keys: Readable, values: Readable, a: AttentionArguments) -> Tensor:
+    """Attention of a request's queries ``[1, Hq, n, D]``. Each reads as packed what is packed when
+    its token has a step of its own.
 
     Args:
         a: scale and softcap.
     """
-    out = []
+    out, past = [], keys.request.past
     for first in range(past, past + q.shape[2], QUERIES):
         queries = q[:, :, first - past : first - past + QUERIES]
         end = first + queries.shape[2]
         ends = [(x.packed_before(first), x.packed_before(end - 1)) for x in (keys, values)]
         if all(low == high for low, high in ends):
-            if queries.shape[2] == 1 and keys.packs and values.packs:
-                out.append(_attend_one(queries, keys, values, a))
-                continue
             k, v = (x.upto(low, end) for x, (low, _) in zip((keys, values), ends, strict=True))
             out.append(dense_attention(a._replace(q=queries, causal=True), k, v))
         else:
             out.append(_attend_both(queries, keys, values, first, a))
     return torch.cat(out, dim=2)
-
-
-def _attend_one(q: Tensor, keys: Readable, values: Readable, a: AttentionArguments) -> Tensor:
-    """`attend` of one token ``[1, Hq, 1, D]``: ``kvpass::attention`` by whoever computes it best,
-    as in a compiled graph."""
-    shape, heads = q.shape, keys.tail.shape[1]
-    if keys.pages.basis is not None:
-        q = keys.pages.basis.store(q.reshape(1, heads, -1, shape[3])).reshape(shape)
-    a = a._replace(q=q, keys=keys.state(), values=values.state())
-    key = (a.k_plan, a.v_plan, heads, *shape, q.dtype, q.device)
-    if key not in _TARGETS:
-        _TARGETS[key], _ = provider("attention", *a)
-    out: Tensor = _TARGETS[key](*a)
-    if values.pages.basis is not None:
-        out = values.pages.basis.restore(out.reshape(1, heads, -1, shape[3])).reshape(shape)
-    return out
 
 
 def _attend_both(
@@ -69,7 +90,11 @@ def _attend_both(
     """`attend` where some tokens are packed for some queries and exact for others: both forms are
     read, and each query takes its own."""
     _, heads, n, d = q.shape
-    kv_heads, end, wide = keys.tail.shape[1], first + n, torch.promote_types(q.dtype, torch.float32)
+    kv_heads, end, wide = (
+        keys.pages.new.shape[1],
+        first + n,
+        torch.promote_types(q.dtype, torch.float32),
+    )
     groups = heads // kv_heads
     rows = q.reshape(1, kv_heads, groups * n, d).to(wide)
 
@@ -132,20 +157,47 @@ def paged_attention(
             "keys and values of the same width, without attention sinks of the model."
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    pages, exact, layer = cache.allocator.pages, cache.allocator.exact, module.layer_idx
-    k, v = (
-        StoredTensor(p[layer], exact, layer, i) for i, p in enumerate((pages.keys, pages.values))
-    )
-    a = AttentionArguments(
-        query, [], [], None, scale, k.pages.printed, v.pages.printed, softcap=softcap or 0.0
-    )
-    # All are read before any is written: a page may have been taken from one request for another.
-    before = [(step, k.before(step), v.before(step)) for step in cache.steps]
-    out, start = [], 0
-    for step, old_keys, old_values in before:
-        new = slice(start, start + step.total - step.past)
-        keys = k.append(step, old_keys, key[:, :, new])
-        values = v.append(step, old_values, value[:, :, new])
-        out.append(attend(query[:, :, new], keys, values, step.past, a))
-        start = new.stop
-    return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
+    pages, layer, batch = cache.allocator.pages, module.layer_idx, cache.batch
+    sides, heads, shape = (pages.keys[layer], pages.values[layer]), key.shape[1], query.shape
+    query = _in_basis(sides[0], query.reshape(1, heads, -1, shape[3])).view(shape)
+    new = [_in_basis(side, x) for side, x in zip(sides, (key, value), strict=True)]
+    exact = cache.allocator.exact.tokens[layer]
+    keys, values = tensors = [Pages(side.stored, exact[i], new[i]) for i, side in enumerate(sides)]
+    plans = sides[0].printed, sides[1].printed
+    step = list(batch.step)
+    for x, plan in zip(tensors, plans, strict=True):
+        _run("append_pages", (plan, x), x.tensors, step, plan)
+    out = query.new_empty((shape[2], shape[1], shape[3]))
+    if len(batch.step.single):
+        _run(
+            "attention_pages", (*plans, keys, shape[1]),
+            out, query, keys.tensors, values.tensors, step, scale, *plans, softcap or 0.0,
+        )  # fmt: skip
+    a = AttentionArguments(query, [], [], None, scale, *plans, softcap=softcap or 0.0)
+    for request in batch.long:
+        of_request = slice(request.first, request.first + request.total - request.past)
+        k, v = (Readable(x, side.plan, request) for x, side in zip(tensors, sides, strict=True))
+        out[of_request] = attend(query[:, :, of_request], k, v, a)[0].transpose(0, 1)
+    # All have read by now: a page may have been taken from one request for another.
+    for x in tensors:
+        batch.keep(x.exact, x.new)
+    basis = sides[1].basis
+    if basis is not None:
+        out = basis.restore(out.unflatten(1, (heads, -1))).flatten(1, 2)
+    return out.unsqueeze(0), None
+
+
+def _in_basis(side: TensorPages, x: Tensor) -> Tensor:
+    """Tokens, or queries of each KV head, ``[1, H, n, D]`` in the basis of the pages."""
+    return x if side.basis is None else side.basis.store(x)
+
+
+def _run(op: str, made_for: tuple[Any, ...], *args: Any) -> None:
+    """Runs an op of pages by whoever does it best, as in a compiled graph. ``made_for``: what, with
+    the op, decides that: plans, pages and numbers."""
+    key: tuple[Any, ...] = (op,)
+    for x in made_for:
+        key += x.kind if isinstance(x, Pages) else (x,)
+    if key not in _TARGETS:
+        _TARGETS[key], _ = provider(op, *args)
+    _TARGETS[key](*args)

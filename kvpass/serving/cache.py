@@ -18,8 +18,9 @@ from transformers.generation.continuous_batching.utils import (
 
 from kvpass.format.dtypes import dtype_name
 from kvpass.plan import LayerPlan
-from kvpass.serving.allocator import PackedAllocator, Step
+from kvpass.serving.allocator import PackedAllocator
 from kvpass.serving.attention import QUERIES
+from kvpass.serving.batch import Batch
 from kvpass.serving.exact import ExactPages
 from kvpass.serving.pages import BlockPages
 
@@ -31,8 +32,8 @@ _EXACT_SHARE = 4
 class PackedMemory(PagedAttentionMemoryHandler):
     """transformers' division of the memory, for a packed pool.
 
-    No mask and no copy of what the batch reads is made, as with transformers' own attention: one
-    request of one layer is decoded at a time.
+    No mask and no copy of what the batch reads is made, as with transformers' own attention: of
+    one layer, a prompt's packed tokens are decoded, one request at a time.
 
     Attributes:
         exact_bytes: bytes of the pages of exact tokens.
@@ -100,6 +101,7 @@ class PackedPagedCache(PagedAttentionCache):
         asked: int | None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self._batch: Batch | None = None
         self.max_blocks_per_request = self.max_decode_fast_path_length = 0
         self.read_cache_limit = None
         heads, dim, page = (
@@ -150,15 +152,20 @@ class PackedPagedCache(PagedAttentionCache):
         )
 
     @property
-    def steps(self) -> list[Step]:
-        """The steps of the requests in the batch, in its order."""
-        return [self.allocator.steps[x.state.request_id] for x in self.io.requests_in_batch]
+    def batch(self) -> Batch:
+        """The requests in the batch, in its order."""
+        if self._batch is None:
+            steps = self.allocator.steps
+            requests = [steps[x.state.request_id] for x in self.io.requests_in_batch]
+            self._batch = Batch.of(requests, self.device)
+        return self._batch
 
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, *_: Any
     ) -> None:
         """Called once for each request of a batch: plans its `Step`."""
-        self.allocator.prepare(request_id, past_length, query_length, self.device)
+        self.allocator.prepare(request_id, past_length, query_length)
+        self._batch = None
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any

@@ -58,16 +58,6 @@ class ExactPages:
             page = self.take(target)
             self.tokens[:, :, page] = self.tokens[:, :, self.page_of[source]]
 
-    def read(self, layer: int, kind: int, pages: Tensor) -> Tensor:
-        """The tokens ``[1, H, n, D]`` of whole ``pages``, int64, of a layer's keys (``kind`` 0) or
-        values (1); a copy."""
-        return self.tokens[layer, kind, pages].transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-    def write(self, layer: int, kind: int, at: tuple[int, int], x: Tensor) -> None:
-        """Stores tokens ``x`` ``[1, H, n, D]`` in page and slot ``at``."""
-        page, slot = at
-        self.tokens[layer, kind, page, :, slot : slot + x.shape[2]] = x[0]
-
     def _give_back(self) -> None:
         """Takes the page that was used longest ago from a block that does not need it."""
         needed = self.needed()

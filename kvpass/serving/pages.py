@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvpass.format.channels import ChannelBasis
 from kvpass.format.layout import codec_sizes
-from kvpass.format.quantize import decode, encode
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 
@@ -34,6 +33,7 @@ class TensorPages:
         basis: how the pages hold the channels of each head.
         page_size: tokens.
         nbytes: bytes of a page.
+        stored: the fields, as `kvpass.ops.pages.Pages` has them.
     """
 
     def __init__(
@@ -46,50 +46,20 @@ class TensorPages:
         heads, page_size, dim = shape
         self.plan, self.basis, self.page_size = plan, basis, page_size
         self.printed = str(plan)
-        self._fields = plan.layout.encoded()
         sizes = {"batch": 1, "heads": heads, "channels": dim, "capacity": page_size}
         sizes |= codec_sizes(plan.codec, "", heads, dim)
         like = torch.empty(0, dtype=dtype, device="meta")
-        self._empty = [field.empty(like, sizes) for field in self._fields]
+        self._empty = [field.empty(like, sizes) for field in plan.layout.encoded()]
         self.nbytes = sum(aligned(t.nbytes) for t in self._empty)
-        # Of each field ``[blocks, entries of a page, ...]``, and with blocks before the entries.
-        self._entries: list[Tensor] = []
-        self._pages: list[Tensor] = []
+        self.stored: list[Tensor] = []
 
     def bind(self, pool: Tensor, offset: int) -> None:
         """Lets the pages lie at ``offset`` in the blocks of ``pool`` uint8 ``[blocks, bytes]``."""
-        self._entries, self._pages = [], []
-        for field, t in zip(self._fields, self._empty, strict=True):
-            view = pool[:, offset : offset + t.nbytes].view(t.dtype).unflatten(1, t.shape[1:])
-            self._entries.append(view.movedim(field.token_dim, 1))
-            self._pages.append(view.movedim(0, field.token_dim - 1))
+        self.stored = []
+        for t in self._empty:
+            view = pool[:, offset : offset + t.nbytes].view(t.dtype)
+            self.stored.append(view.unflatten(1, t.shape[1:]))
             offset += aligned(t.nbytes)
-
-    def write(self, blocks: Tensor, start: int, x: Tensor) -> None:
-        """Encodes tokens ``x`` ``[1, H, n, D]``, from position ``start`` on, of the request whose
-        ``blocks``, int64 ``[pages]``, these are; both whole groups."""
-        x = x if self.basis is None else self.basis.store(x)
-        parts = encode(self.plan.codec, x)
-        for field, entries, part in zip(self._fields, self._entries, parts, strict=True):
-            first, count = start // field.group, x.shape[2] // field.group
-            at, page = torch.arange(first, first + count, device=x.device), entries.shape[1]
-            entries[blocks[at // page], at % page] = part[0].movedim(field.token_dim - 1, 0)
-
-    def gathered(self, blocks: Tensor, first: int, tokens: int) -> list[Tensor]:
-        """What `write` has encoded of ``tokens`` of a request from position ``first`` on, both
-        whole groups: the fields ``[1, ...]`` of `StateLayout.encoded`."""
-        parts = []
-        for field, pages in zip(self._fields, self._pages, strict=True):
-            dim, count = field.token_dim - 1, first + tokens
-            used = blocks[: -(-count // (pages.shape[dim + 1] * field.group))]
-            found = pages.index_select(dim, used).flatten(dim, dim + 1).unsqueeze(0)
-            parts.append(field.tokens(found, first, tokens).contiguous())
-        return parts
-
-    def read(self, blocks: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-        """The first ``tokens`` of a request, decoded: ``[1, H, tokens, D]``."""
-        x = decode(self.plan.codec, self.gathered(blocks, 0, tokens), dtype)
-        return x if self.basis is None else self.basis.restore(x)
 
 
 class BlockPages:

@@ -5,16 +5,6 @@
 
 namespace {
 
-// Of tokens packed ... packed + exact, those that are to be packed now.
-template <class X> inline int64_t tokens_due(int64_t packed, int64_t exact) {
-  int64_t stay = X::WINDOW;
-  if constexpr (X::RATIO_DIVISOR > 0) {
-    const int64_t counted = X::PIVOTAL ? exact : exact + packed - X::SINKS;
-    stay = std::max<int64_t>(stay, counted * X::RATIO / X::RATIO_DIVISOR);
-  }
-  return std::max<int64_t>(exact - stay, 0) / X::PACK_EVERY * X::PACK_EVERY;
-}
-
 // Returns the number of packed tokens that there is room for if they are too many, else -1.
 template <class A> int64_t append_packed(const A& a) {
   const auto& state = a.state;
@@ -28,7 +18,7 @@ template <class A> int64_t append_packed(const A& a) {
   const int64_t packed = filling ? total : state.packed_end(0);
   // Tokens of one step are looked at after they have joined.
   const int64_t seen = a.count <= A::MAX_STEP ? total : total + count;
-  const int64_t end = packed + tokens_due<X>(packed, seen - packed);
+  const int64_t end = packed + X::due(packed, seen - packed);
   if (!X::SLIDING && end - X::SINKS > state.capacity) return state.capacity;
   // Of more tokens than there are slots, the last ones stay.
   const int64_t oldest = X::SLIDING ? std::max(packed, end - state.capacity) : packed;

@@ -113,8 +113,8 @@ template <class A> void attention(const A& a) {
     for (int64_t i = 0; i < pairs * a.rows; i++) {
       const int64_t row = i % a.rows;
       const Panel* parts = panels.data() + i / a.rows * splits * count + row / ROWS;
-      const float sink = sink_of(a, Pair<A>(a, i / a.rows).head_of(row));
-      merge(a, parts, splits, count, row % ROWS, sink, i);
+      const Pair<A> pair(a, i / a.rows);
+      merge(a, parts, splits, count, row % ROWS, sink_of(a, pair.head_of(row)), pair.output_of(row));
     }
   }
 }

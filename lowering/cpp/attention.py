@@ -23,10 +23,10 @@ from lowering.cpp.constants import (
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
 from lowering.cpp.structs import (
     TOKENS,
+    Struct,
     attention_struct,
     positions,
     state_numbers,
-    state_struct,
     token_numbers,
 )
 from lowering.support import dense, unsupported_formats, unsupported_gaps
@@ -47,6 +47,7 @@ class Kernel(NamedTuple):
     Attributes:
         rows: query rows, see `_rows`.
         segment: tokens are one of several segments.
+        paged: tokens are in pages of many requests.
     """
 
     k_plan: str
@@ -56,6 +57,7 @@ class Kernel(NamedTuple):
     dtype: torch.dtype
     rows: int
     segment: bool
+    paged: bool = False
 
     @classmethod
     def of(cls, a: AttentionArguments, keys: State, values: State, segment: bool) -> Kernel:
@@ -67,7 +69,9 @@ class Kernel(NamedTuple):
     @property
     def constants(self) -> tuple[Constants, Constants]:
         """What is known of keys and of values."""
-        return constants_of(self.k_plan, self.k_dim), constants_of(self.v_plan, self.v_dim)
+        sides = (self.k_plan, self.k_dim), (self.v_plan, self.v_dim)
+        k, v = (constants_of(*side, paged=self.paged) for side in sides)
+        return k, v
 
     @property
     def lanes(self) -> int:
@@ -83,16 +87,18 @@ class Kernel(NamedTuple):
     def source(self) -> str:
         """The function in C++."""
         k, v = self.constants
-        keys = state_struct("KeyState", str(k.plan), shared=True)
-        values = state_struct("ValueState", str(v.plan), shared=True)
-        arguments = attention_struct(str(k.plan), str(v.plan), self.segment).declaration(
+        struct = attention_struct(str(k.plan), str(v.plan), self.segment, self.paged)
+        (keys, _), (values, _), *_ = struct.members
+        assert isinstance(keys, Struct)
+        assert isinstance(values, Struct)
+        arguments = struct.declaration(
             f"using K = {keys.used_as}", f"using V = {values.used_as}", "using Element = Scalar",
             ROWS=self.rows if self.rows <= _GEMV_ROWS else 0,
             # Half of the registers hold sums; wide vectors come with twice as many registers.
             SUMS=16 if native_lanes() == 16 else 8,
-            SEGMENT=self.segment,
+            SEGMENT=self.segment, PAGED=self.paged,
         )  # fmt: skip
-        structs = k.declaration(keys), v.declaration(values), TOKENS.declaration(), arguments
+        structs = TOKENS.declaration(), k.declaration(keys), v.declaration(values), arguments
         kind = "gemv.h" if self.rows <= _GEMV_ROWS else "gemm.h"
         headers = kind, "attention.h"
         return source(headers, ("attention",), structs, lanes=self.lanes, dtype=self.dtype)
@@ -103,11 +109,12 @@ def _rows(q: Tensor, k: Tensor) -> int:
     number. 1 and 2 leave room for tokens."""
     rows: int | torch.SymInt = q.shape[1] // k.shape[1] * q.shape[2]
     # A question to a symbol would guard the graph on its answer.
-    return _row_size(rows) if isinstance(rows, int) else _GEMV_ROWS
+    return row_size(rows) if isinstance(rows, int) else _GEMV_ROWS
 
 
 @cache
-def _row_size(rows: int) -> int:
+def row_size(rows: int) -> int:
+    """The number of query rows that a function for so many is made for."""
     sizes = (1, 2, _GEMV_ROWS, _VECTOR_ROWS)
     return next((size for size in sizes if rows <= size), _GEMM_ROWS)
 
@@ -201,7 +208,7 @@ def _attend(
         sinks = sinks.float().contiguous()
     out = empty_cpu((batch, heads, queries, v_dim), q.dtype)
     rows = heads // codes.shape[1] * queries
-    kernel = k_plan, v_plan, k_dim, v_dim, q.dtype, _row_size(rows), bool(more)
+    kernel = k_plan, v_plan, k_dim, v_dim, q.dtype, row_size(rows), bool(more)
     function, retained = _function(*kernel)
     function(
         *state_numbers(keys, k_plan, k_dim),

@@ -15,6 +15,8 @@ template <class State> struct Cache : State {
   using Pair = typename Number::Pair;
   using Code = Planes<typename State::Words, State::DIM, State::RUN, State::PERIOD>;
   static constexpr int DIM = State::DIM;
+  // Slots of tokens one behind the other need not be so.
+  static constexpr bool SCATTERED = State::SLIDING || State::PAGED;
   // Codes are read as they lie in their words; others are decoded, a block of tokens at a time.
   static constexpr bool DIRECT = State::PACKED && !State::DEQUANT_FIRST;
   // The first tokens are stored as they are and have no slots among the packed ones.
@@ -37,18 +39,56 @@ template <class State> struct Cache : State {
     }
   }
 
-  // The slot of a packed token.
+  // Of `exact` tokens behind `packed` others, those that are to be packed now.
+  static int64_t due(int64_t packed, int64_t exact) {
+    int64_t stay = State::WINDOW;
+    if constexpr (State::RATIO_DIVISOR > 0) {
+      const int64_t counted = State::PIVOTAL ? exact : exact + packed - SINKS;
+      stay = std::max<int64_t>(stay, counted * State::RATIO / State::RATIO_DIVISOR);
+    }
+    return std::max<int64_t>(exact - stay, 0) / State::PACK_EVERY * State::PACK_EVERY;
+  }
+  // Where packed tokens end in the step of a token behind so many, if each had a step of its own.
+  static int64_t packed_before(int64_t tokens) {
+    const int64_t packed = due(SINKS, std::max<int64_t>(tokens - SINKS, 0));
+    return packed ? SINKS + packed : 0;
+  }
+
+  // The slot of a packed token. Slots of pages are counted through: each page has `capacity` of them.
   int64_t slot_of(int64_t token) const {
-    return State::SLIDING ? token % this->capacity : token - SINKS;
+    if constexpr (State::PAGED) return slot_in(this->table, token);
+    else return State::SLIDING ? token % this->capacity : token - SINKS;
   }
-  uint16_t* codes_of(int64_t pair) const {
-    return this->codes + pair * this->capacity * Code::WORDS;
+  // The same of the pages of a table.
+  int64_t slot_in(const int32_t* table, int64_t token) const {
+    return table[token / this->capacity] * this->capacity + token % this->capacity;
   }
-  // Where groups span several heads, they share what is stored of a group of tokens.
-  Pair* qparams_of(int64_t pair) const {
+  // The page of a slot, the one of its rows of slots that is the head's, and the slot's place there;
+  // without pages, all is one.
+  struct Place {
+    int64_t page, row, slot;
+  };
+  Place place_of(int64_t pair, int64_t slot) const {
+    if constexpr (!State::PAGED) return {0, pair, slot};
+    else return {slot / this->capacity, pair % this->heads, slot % this->capacity};
+  }
+  template <class Number> Number* page_of(Number* first, int64_t page) const {
+    if constexpr (!State::PAGED) return first;
+    else return (Number*)((char*)first + page * this->page_bytes);
+  }
+  uint16_t* codes_at(int64_t pair, int64_t slot) const {
+    const Place at = place_of(pair, slot);
+    return page_of(this->codes, at.page) + (at.row * this->capacity + at.slot) * Code::WORDS;
+  }
+  // Those of the first group of channels. Where groups span several heads, they share what is stored
+  // of a group of tokens; without groups of tokens, all tokens do.
+  Pair* qparams_at(int64_t pair, int64_t slot) const {
+    const Place at = place_of(pair, slot);
+    Pair* page = page_of(this->qparams, at.page);
     if constexpr (State::BY_TOKEN)
-      return this->qparams + pair / State::HEADS_PER_GROUP * this->capacity * Code::GROUPS;
-    else return this->qparams + pair * (State::GROUP ? this->capacity / TOKEN_GROUP : 1) * DIM;
+      return page + at.row / State::HEADS_PER_GROUP * this->capacity * Code::GROUPS + at.slot;
+    else if constexpr (!State::GROUP) return page + at.row * DIM;
+    else return page + (at.row * (this->capacity / TOKEN_GROUP) + at.slot / TOKEN_GROUP) * DIM;
   }
 
   int32_t* outliers_of(int64_t batch, int64_t slot) const {
@@ -62,8 +102,16 @@ template <class State> struct Cache : State {
   }
   // The token in a slot among those.
   Element* exact_slot(int64_t pair, int64_t slot) const {
-    if constexpr (State::PACKED) return this->window + (pair * exact_ring() + slot) * DIM;
-    else return this->codes + (pair * this->capacity + slot) * DIM;
+    const Place at = place_of(pair, slot);
+    if constexpr (State::PAGED)
+      return this->window + ((at.page * this->heads + at.row) * this->capacity + at.slot) * DIM;
+    else if constexpr (State::PACKED) return this->window + (pair * exact_ring() + slot) * DIM;
+    else return unpacked_slot(pair, slot);
+  }
+  // The same where codes are tokens.
+  Element* unpacked_slot(int64_t pair, int64_t slot) const {
+    const Place at = place_of(pair, slot);
+    return page_of(this->codes, at.page) + (at.row * this->capacity + at.slot) * DIM;
   }
   Element* exact(int64_t pair, int64_t token) const {
     return exact_slot(pair, exact_ring() ? token % exact_ring() : token);

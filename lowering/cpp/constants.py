@@ -37,6 +37,7 @@ class Constants:
         clipped: the ends of groups are multiplied by a factor.
         segments: ends of a sequence, where chunks have different bits: tokens stored as they are
             have the last one.
+        paged: tokens are in pages of many requests.
     """
 
     plan: TensorPlan
@@ -44,6 +45,7 @@ class Constants:
     sliding: bool = False
     clipped: bool = False
     segments: int = 1
+    paged: bool = False
 
     @property
     def packed(self) -> bool:
@@ -115,7 +117,7 @@ class Constants:
             HEADS_PER_GROUP=self.heads_per_group, CLIPPED=self.clipped,
             CODEBOOK=codec.codebook is not None, **{e.name.upper(): e.size for e in codec.extras},
             WINDOW=p.retention.window, PACK_EVERY=p.retention.pack_every, RING=p.ring,
-            SINKS=p.sinks, SLIDING=self.sliding, SEGMENTS=self.segments,
+            SINKS=p.sinks, SLIDING=self.sliding, SEGMENTS=self.segments, PAGED=self.paged,
             RATIO=ratio, RATIO_DIVISOR=divisor, PIVOTAL=p.retention.pivotal > 0,
             ROPE_START=rope.start if rope else 0, ROPE_CHANNELS=rope.channels if rope else 0,
             ROPE_HALVES=rope is not None and rope.kind == "halves",
@@ -123,15 +125,18 @@ class Constants:
 
 
 @cache
-def constants_of(plan: str, dim: int, encodes: bool = False, segments: int = 1) -> Constants:
+def constants_of(
+    plan: str, dim: int, encodes: bool = False, segments: int = 1, paged: bool = False
+) -> Constants:
     """The constants of a cache tensor with this printed plan and head dimension, to be read only or
-    to be written as well; of a state with so many ``segments``, see `Constants`."""
+    to be written as well; of a state with so many ``segments``, or of pages, see `Constants`."""
     given = parse_plan(plan)
     codec = given.codec
     codebook = None if codec.codebook is None else tuple(map(float, range(len(codec.codebook))))
     plain = replace(codec, clip=1.0, codebook=codebook, qnorm=None)
     p = unbounded(replace(given, codec=plain, rope=None if encodes else given.rope))
-    return Constants(p, dim, given.window_size is not None, encodes and codec.clip != 1, segments)
+    sliding, clipped = given.window_size is not None, encodes and codec.clip != 1
+    return Constants(p, dim, sliding, clipped, segments, paged)
 
 
 def unsupported_plan(plan: str, dim: int) -> str | None:

@@ -51,18 +51,18 @@ inline void decode_token(
 template <int STRIDE, class X, class Number>
 void decode(const X& state, int64_t pair, int64_t slot, int64_t count, Number* out) {
   using Code = typename X::Code;
-  const uint16_t* words = state.codes_of(pair) + slot * Code::WORDS;
-  const auto* qparams = state.qparams_of(pair);
+  const uint16_t* words = state.codes_at(pair, slot);
   const float* codebook = state.codebook;
   const auto put = [=](int64_t t, const auto& affine) {
     decode_token<X>(words + t * Code::WORDS, affine, codebook, out + t * STRIDE);
   };
   if constexpr (X::BY_TOKEN) {
     alignas(64) float scales[Code::GROUPS][LANES], minima[Code::GROUPS][LANES];
+    const auto* qparams = state.qparams_at(pair, slot);
     for (int64_t t = 0; t < count; t += LANES) {
       const int some = std::min<int64_t>(count - t, LANES);
       for (int g = 0; g < Code::GROUPS; g++) {
-        const auto* place = qparams + g * state.capacity + slot + t;
+        const auto* place = qparams + g * state.capacity + t;
         const Affine affine = load_affine<typename X::Number>(place, some);
         store<LANES>(scales[g], affine.scale);
         store<LANES>(minima[g], affine.minimum);
@@ -78,9 +78,9 @@ void decode(const X& state, int64_t pair, int64_t slot, int64_t count, Number* o
     Scales<X> scales;
     for (int64_t t = 0; t < count;) {
       // Without groups, all tokens have one range.
-      const int64_t group = X::GROUP ? (slot + t) / X::TOKEN_GROUP : 0;
-      scales.read(qparams + group * X::DIM);
-      const int64_t end = X::GROUP ? std::min(count, (group + 1) * X::TOKEN_GROUP - slot) : count;
+      scales.read(state.qparams_at(pair, slot + t));
+      const int64_t next = ((slot + t) / X::TOKEN_GROUP + 1) * X::TOKEN_GROUP - slot;
+      const int64_t end = X::GROUP ? std::min(count, next) : count;
       for (; t < end; t++)
         put(t, [&](auto plane, auto at) {
           constexpr int FIRST = plane * Code::WIDTH + at;

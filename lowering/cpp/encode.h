@@ -25,7 +25,7 @@ inline void set_token_scales(
   each_vector<X::DIM>([&](auto at, auto width) {
     store<LANES>(x + at, load_numbers<width>(token + at));
   });
-  auto* qparams = state.qparams_of(pair);
+  auto* qparams = state.qparams_at(pair, slot);
   for (int g = 0; g < GROUPS; g++) {
     float* const run = x + g * X::RUN;
     auto [low, high] = std::minmax_element(run, run + X::RUN);
@@ -36,7 +36,7 @@ inline void set_token_scales(
       high = *high < *other_high ? other_high : high;
     }
     float scale, minimum;
-    qparams[g * state.capacity + slot] =
+    qparams[g * state.capacity] =
         set_scale<X>(*low, *high, X::CLIPPED ? clip[g] : 1.0f, scale, minimum);
     for (int at = g * X::RUN; at < X::DIM; at += X::PERIOD) {
       std::fill_n(scales.scale + at, X::RUN, scale);
@@ -50,7 +50,7 @@ template <class X, class Row>
 inline void set_channel_scales(
     const X& state, int64_t pair, int64_t slot, const Row& row, Scales<X>& scales) {
   const float factor = X::CLIPPED ? *state.clip : 1.0f;
-  auto* qparams = state.qparams_of(pair) + slot / X::GROUP * X::DIM;
+  auto* qparams = state.qparams_at(pair, slot);
   each_vector<X::DIM>([&](auto at, auto width) {
     Floats low = load_numbers<width>(row(0) + at), high = low;
     for (int t = 1; t < X::GROUP; t++) {
@@ -88,7 +88,7 @@ void encode(const X& state, int64_t pair, int64_t first, int64_t stop, const Row
       const auto* token = row(start + t);
       put_words<Code>(
           [&](auto channel, auto count) { return codes_of<channel, count>(token, scales); },
-          state.codes_of(pair) + (slot + t) * Code::WORDS);
+          state.codes_at(pair, slot) + t * Code::WORDS);
     }
   }
 }

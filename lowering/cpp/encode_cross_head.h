@@ -78,7 +78,7 @@ inline void encode_groups(
     if constexpr (X::OUTLIERS > 0) range = inner_extremes<SIZE, X::OUTLIERS>(part, scratch, slots);
     else range = extremes<SIZE>(part);
     float scale, minimum;
-    state.qparams_of(batch * state.heads + g * X::HEADS_PER_GROUP)[slot] =
+    *state.qparams_at(batch * state.heads + g * X::HEADS_PER_GROUP, slot) =
         set_scale<X>(range.first, range.second, 1, scale, minimum);
     nearest(state, part, SIZE, &scale, &minimum, 0, &scratch.codes[g * SIZE]);
   }
@@ -90,7 +90,7 @@ inline void encode_channels(const X& state, int64_t batch, Scratch& scratch, uin
   auto& [x, keys, codes, channels] = scratch;
   Scales<X> scales;
   for (int h = 0; h < state.heads; h++) {
-    scales.read(state.qparams_of(batch * state.heads + h));
+    scales.read(state.qparams_at(batch * state.heads + h, 0));
     const float* part = &x[h * X::DIM];
     nearest(state, part, X::DIM, scales.scale, scales.minimum, 1, &codes[h * X::DIM]);
     for (int d = 0; X::OUTLIERS > 0 && d < X::DIM; d++) {
@@ -141,7 +141,7 @@ void encode_token(const X& state, int64_t batch, int64_t slot, const Row& row) {
         [&](auto channel, auto lanes) {
           return load<Ints, lanes>(&scratch.codes[h * X::DIM + channel]);
         },
-        state.codes_of(batch * heads + h) + slot * Code::WORDS);
+        state.codes_at(batch * heads + h, slot));
 }
 
 // Encodes tokens first ... stop of all sequences; row(pair, t) points to the channels of token t.

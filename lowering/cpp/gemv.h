@@ -81,7 +81,7 @@ void attend_panel(
       [&](int64_t slot, int first, int n) {
         if constexpr (V::DIRECT) {
           scale_weights(pair, slot, first, n, block);
-          packed_values(pair.a.v.codes_of(pair.pair), slot, first, n, block, panel);
+          packed_values(pair.a.v.codes_at(pair.pair, slot), first, n, block, panel);
         }
       },
       [&](auto stride, auto* values, int first, int n) {

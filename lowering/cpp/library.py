@@ -19,7 +19,15 @@ from kvpass._torch_cpp import cpp_problem, start_cpp
 from kvpass.format.retention import MAX_STEP
 from lowering.codegen import write_source
 from lowering.cpp.constants import DTYPES, constants_of
-from lowering.cpp.structs import ROTARY, TOKENS, arguments_name, state_struct, tensor_structs
+from lowering.cpp.structs import (
+    ROTARY,
+    TOKENS,
+    append_pages_struct,
+    arguments_name,
+    pages_struct,
+    state_struct,
+    tensor_structs,
+)
 
 # The headers.
 FOLDER = Path(__file__).parent
@@ -125,6 +133,20 @@ def unsupported_function(
 ) -> str | None:
     """Compiles a `tensor_function`; why that is not possible, or None."""
     return unsupported_compiler(op, tensor_source(plan, dim, dtype, segments))
+
+
+def pages_source(plan: str, dim: int, dtype: torch.dtype) -> str:
+    """The source of ``append_pages``."""
+    constants = constants_of(plan, dim, encodes=True, paged=True)
+    name = str(constants.plan)
+    arguments = append_pages_struct(name)
+    declarations = (
+        TOKENS.declaration(),
+        constants.declaration(pages_struct("State", name)),
+        arguments.declaration("using Element = Scalar"),
+    )
+    op = "append_pages"
+    return source([f"{op}.h"], [op], declarations, lanes=native_lanes(), dtype=dtype)
 
 
 @cache

@@ -1,6 +1,6 @@
 // Where the tokens of one (batch, KV head) lie, and what its query rows see of them.
 #pragma once
-#include "cache.h"
+#include "pages.h"
 
 namespace {
 
@@ -23,6 +23,16 @@ template <class Body> auto with_numbers(int64_t kind, const void* p, const Body&
   if (kind == FLOAT) return body((const float*)p);
   if (kind == BFLOAT16) return body((const BFloat16*)p);
   return body((const Float16*)p);
+}
+
+// The same for tokens in the pages of a table.
+template <class X, class Body>
+inline void each_page_run(const X& x, const int32_t* table, int64_t from, int64_t to, const Body& body) {
+  while (from < to) {
+    const int64_t count = std::min(to - from, x.capacity - from % x.capacity);
+    body(x.slot_in(table, from), from, (int)count);
+    from += count;
+  }
 }
 
 // The keys or the values of a pair: those before `packed_end` are packed. Tokens are known by their
@@ -48,8 +58,13 @@ template <class A> struct Pair {
   // Of a segment: where its tokens are, and the position of one whose place is -1, less its slot.
   const int32_t* positions = nullptr;
   int64_t behind = 0;
+  // Of pages: those of packed and of exact tokens. New tokens, from `past` on, are in none.
+  const int32_t *table = nullptr, *exact_table = nullptr;
+  int64_t past = 0, first_new = 0;
+  // Of a query in a batch of requests: its sequence and its token there.
+  int64_t sequence, token = 0;
 
-  Pair(const A& arguments, int64_t p) : a(arguments), pair(p), batch(p / a.k.heads) {
+  Pair(const A& arguments, int64_t p) : a(arguments), pair(p), batch(p / arguments.k.heads), sequence(batch) {
     if constexpr (A::SEGMENT) {
       const int32_t* ends = a.k.segment_ends + batch * a.segments;
       tokens = ends[a.segment];
@@ -57,6 +72,19 @@ template <class A> struct Pair {
       for (int64_t s = 0; s < a.segments; s++) behind += ends[s];
       behind -= tokens;
       positions = a.positions + batch * a.positions_count;
+    } else if constexpr (A::PAGED) {
+      // A single query: its token sees those before it, packed as in a step of its own.
+      const int64_t request = a.single[2 * batch], position = a.single[2 * batch + 1];
+      const PagedRequest of(a, request);
+      tokens = position + 1;
+      keys.packed_end = K::packed_before(position);
+      values.packed_end = V::packed_before(position);
+      table = of.table;
+      exact_table = of.exact_table;
+      past = of.past;
+      first_new = of.first_new;
+      sequence = 0;
+      token = first_new + position - past;
     } else {
       tokens = a.k.end(batch);
       keys.packed_end = a.k.packed_end(batch);
@@ -98,8 +126,14 @@ template <class A> struct Pair {
   template <class X, class Packed, class Exact>
   void each_run_of(const Stored<X>& stored, int64_t start, int count, const Packed& packed,
                    const Exact& exact) const {
-    const X& x = stored.x;
     const int64_t from = start + gone(start, count), to = start + count;
+    if constexpr (A::PAGED) each_run_of_pages(stored, from, to, packed, exact);
+    else each_run_of_slots(stored, start, from, to, packed, exact);
+  }
+  template <class X, class Packed, class Exact>
+  void each_run_of_slots(const Stored<X>& stored, int64_t start, int64_t from, int64_t to,
+                         const Packed& packed, const Exact& exact) const {
+    const X& x = stored.x;
     const int64_t by = X::SLIDING ? stored.shift : 0;
     const bool sinks = X::SINKS > 0 && start < X::SINKS;
     const int64_t border = sinks || !X::PACKED ? from : std::clamp(stored.packed_end, from, to);
@@ -116,8 +150,30 @@ template <class A> struct Pair {
     });
   }
 
+  template <class X, class Packed, class Exact>
+  void each_run_of_pages(const Stored<X>& stored, int64_t from, int64_t to, const Packed& packed,
+                         const Exact& exact) const {
+    const X& x = stored.x;
+    const int64_t start = from, border = from < X::SINKS ? from : std::clamp(stored.packed_end, from, to);
+    const int64_t stored_end = std::clamp(past, border, to);
+    each_page_run(x, table, from, border, [&](int64_t slot, int64_t first, int n) {
+      if constexpr (X::PACKED) packed(slot, (int)(first - start), n);
+      else exact(x.unpacked_slot(pair, slot), (int)(first - start), n);
+    });
+    each_page_run(x, exact_table, border, stored_end, [&](int64_t slot, int64_t first, int n) {
+      exact(x.exact_slot(pair, slot), (int)(first - start), n);
+    });
+    for (int64_t t = stored_end; t < to; t++)
+      exact(x.new_tokens.at(0, pair % x.heads, first_new + t - past), (int)(t - start), 1);
+  }
+
   int64_t head_of(int64_t row) const {
     return pair % a.k.heads * (a.rows / a.queries) + row / a.queries;
+  }
+
+  // The number of a query row in the output.
+  int64_t output_of(int64_t row) const {
+    return ((A::PAGED ? token : batch) * a.k.heads + pair % a.k.heads) * a.rows + row;
   }
 
   // Calls body with a function that gives what the mask adds to the score of a token, counted from
@@ -180,7 +236,7 @@ template <class A> struct Pair {
 
   // The channels of a query row, scaled, in whole vectors.
   void read_query(int64_t row, float* query) const {
-    const auto* place = a.query.at(batch, head_of(row), row % a.queries);
+    const auto* place = a.query.at(sequence, head_of(row), token + row % a.queries);
     each_vector<K::DIM>([&](auto at, auto width) {
       store<LANES>(query + at, load_numbers<width>(place + at) * (float)a.scale);
     });

@@ -84,7 +84,7 @@ template <class A> struct Block {
   // The last tokens of a run are scored TOKENS at a time, beyond its end.
   alignas(64) float scores[ROWS][SIZE + LANES];
   // Weights of packed values times the scales of a group, and the sums of weights times minima.
-  alignas(64) float weights[ROWS][V::Code::GROUPS][size_if(V::DIRECT, SIZE + V::SLIDING * LANES)];
+  alignas(64) float weights[ROWS][V::Code::GROUPS][size_if(V::DIRECT, SIZE + V::SCATTERED * LANES)];
   float base[ROWS][V::Code::GROUPS];
   // The same weights as integers, and what one of them stands for.
   alignas(64) int16_t integers[ROWS][V::Code::GROUPS][size_if(IN_INTEGERS<V>, SIZE + LANES)];

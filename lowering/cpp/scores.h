@@ -58,18 +58,19 @@ __attribute__((flatten)) void token_scores(
   alignas(64) float scales[Keys::GROUPS][BLOCK], minima[Keys::GROUPS][BLOCK];
   for (int g = 0; g < Keys::GROUPS; g++)
     for (int t = 0; t < count; t += LANES) {
-      const auto* place = k.qparams_of(pair.pair) + g * k.capacity + slot + t;
+      const auto* place = k.qparams_at(pair.pair, slot) + g * k.capacity + t;
       const Affine affine = load_affine<typename K::Number>(place, std::min(count - t, LANES));
       __builtin_prefetch(place + BLOCK);
       store<LANES>(scales[g] + t, affine.scale);
       store<LANES>(minima[g] + t, affine.minimum);
     }
   Tile<Keys, Panel<A>::TOKENS> tile;
+  const uint16_t* keys = k.codes_at(pair.pair, slot);
   const auto repeated = [](const float* of_tokens) {
     return repeat<TOKENS>(load<Floats, TOKENS>(of_tokens));
   };
   for (int t = 0; t < count; t += TOKENS) {
-    const uint16_t* codes = k.codes_of(pair.pair) + (slot + t) * Keys::WORDS;
+    const uint16_t* codes = keys + t * Keys::WORDS;
     const auto scale_of = [&](int group, int u) { return scales[group] + t + u; };
     Floats sums = code_sums(tile.read(codes, count - t), panel.query, scale_of);
     if constexpr (Keys::GROUPS == 1) sums *= repeated(scales[0] + t);
@@ -87,13 +88,13 @@ __attribute__((flatten)) void channel_scores(
   using Keys = typename K::Code;
   const K& k = pair.a.k;
   Tile<Keys, Panel<A>::TOKENS> tile;
+  const uint16_t* keys = k.codes_at(pair.pair, slot);
   for (int t = 0; t < count;) {
-    const int64_t group = (slot + t) / K::GROUP;
-    const int end = std::min<int64_t>(count, (group + 1) * K::GROUP - slot);
+    const int end = std::min<int64_t>(count, ((slot + t) / K::GROUP + 1) * K::GROUP - slot);
     Query<A> query;
-    scale_query(k.qparams_of(pair.pair) + group * K::DIM, panel, query);
+    scale_query(k.qparams_at(pair.pair, slot + t), panel, query);
     for (; t < end; t += Panel<A>::TOKENS) {
-      const uint16_t* codes = k.codes_of(pair.pair) + (slot + t) * Keys::WORDS;
+      const uint16_t* codes = keys + t * Keys::WORDS;
       put_scores(code_sums(tile.read(codes, end - t), query, nullptr), first + t, block);
     }
     t = end;

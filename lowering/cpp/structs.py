@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -76,9 +76,12 @@ def _pointer(field: Field) -> str:
 # Beside the tensors of a state. ring: slots of the window. cos_sin_batch: from one sequence's
 # cosines and sines to the next one's. clip: a factor for the ends of each group of channels.
 # midpoints: halfway between neighbours in the codebook.
+_CALIBRATED: tuple[Member, ...] = tuple(
+    ("const float*", name) for name in ("clip", "midpoints", "codebook")
+)
 _BESIDE_TENSORS = (
     *_numbers("batch", "heads", "capacity", "ring", "cos_sin_batch", "cos_sin_capacity"),
-    *(("const float*", name) for name in ("clip", "midpoints", "codebook")),
+    *_CALIBRATED,
 )
 
 
@@ -106,6 +109,33 @@ def state_numbers(tensors: Sequence[Tensor], plan: str, dim: int) -> tuple[int, 
     return (
         *addresses, batch, heads, capacity, ring, stride, room, *_calibrated(plan, heads, dim)
     )  # fmt: skip
+
+
+@cache
+def pages_struct(name: str, plan: str) -> Struct:
+    """Pages of many requests with this printed plan, and what kernels get beside them: see
+    `kvpass.ops.pages`. ``page_bytes``: from one page to the next one. ``table``: of one request."""
+    pointers = tuple((_pointer(field), field.name) for field in parse_plan(plan).layout.encoded())
+    beside = (*_numbers("batch", "heads", "capacity", "page_bytes"), ("const int32_t*", "table"))
+    members = (*pointers, ("Scalar*", "window"), *beside, (TOKENS, "new_tokens"), *_CALIBRATED)
+    return Struct(name, members, f"Cache<{name}>")
+
+
+def pages_numbers(pages: Sequence[Tensor], plan: str, batch: int) -> tuple[int, ...]:
+    """The members of a `pages_struct` for ``pages`` and a batch of so many."""
+    *stored, exact, new = pages
+    page_bytes = stored[0].stride(0) * stored[0].itemsize
+    _, heads, capacity, dim = exact.shape
+    addresses = [t.data_ptr() for t in (*stored, exact)]
+    numbers = batch, heads, capacity, page_bytes, 0
+    return *addresses, *numbers, *token_numbers(new), *_calibrated(plan, heads, dim)
+
+
+def step_numbers(step: Sequence[Tensor]) -> tuple[int, ...]:
+    """The members of `REQUESTS` for the tensors of a `kvpass.ops.pages.Step`."""
+    requests, tables, exact_tables, *_ = step
+    addresses = requests.data_ptr(), tables.data_ptr(), exact_tables.data_ptr()
+    return *addresses, tables.shape[1]
 
 
 class Positions(NamedTuple):
@@ -157,6 +187,11 @@ TOKENS = Struct(
     (("const Scalar*", "data"), *_numbers("batch_stride", "head_stride", "token_stride")),
     "Tokens<TokenStrides>",
 )
+# The requests of a step, and the tables of their pages, `pages` numbers each.
+REQUESTS: tuple[Member, ...] = (
+    *(("const int32_t*", name) for name in ("requests", "tables", "exact_tables")),
+    *_numbers("pages"),
+)
 # Cosines and sines [batch, tokens, 2 * pairs] with a dense last dimension, see rotary.h; no pairs:
 # nothing is to be rotated. wide: they are float32, not of the tokens' type.
 ROTARY = Struct(
@@ -175,7 +210,7 @@ def token_numbers(x: Tensor) -> tuple[int, ...]:
 
 def arguments_name(op: str) -> str:
     """The name of the struct of an op's arguments."""
-    return f"{op.title()}Arguments"
+    return f"{op.title().replace('_', '')}Arguments"
 
 
 def tensor_structs(plan: str) -> dict[str, Struct]:
@@ -187,6 +222,13 @@ def tensor_structs(plan: str) -> dict[str, Struct]:
         "unpack": (state, ("Scalar*", "out"), *_numbers("count", "threads")),
     }
     return {op: Struct(arguments_name(op), parts) for op, parts in members.items()}
+
+
+@cache
+def append_pages_struct(plan: str) -> Struct:
+    """The arguments of ``append_pages``."""
+    state = pages_struct("State", plan), "state"
+    return Struct(arguments_name("append_pages"), (state, *REQUESTS, *_numbers("count", "threads")))
 
 
 # A weight is of the tokens' type, or int8 with a scale for each row.
@@ -209,11 +251,14 @@ _SEGMENT = (
 
 
 @cache
-def attention_struct(k_plan: str, v_plan: str, segment: bool) -> Struct:
-    """The arguments of ``attention``, of all tokens or of one segment. Strides count elements."""
+def attention_struct(k_plan: str, v_plan: str, segment: bool, paged: bool = False) -> Struct:
+    """The arguments of ``attention``, of all tokens, of one segment or of tokens in pages. Strides
+    count elements."""
+    make = pages_struct if paged else partial(state_struct, shared=True)
+    more = (*REQUESTS, ("const int32_t*", "single")) if paged else _SEGMENT if segment else ()
     members: tuple[Member, ...] = (
-        (state_struct("KeyState", k_plan, shared=True), "k"),
-        (state_struct("ValueState", v_plan, shared=True), "v"),
+        (make("KeyState", k_plan), "k"),
+        (make("ValueState", v_plan), "v"),
         (TOKENS, "query"),
         ("const void*", "mask"),
         *_numbers("mask_kind", "mask_batch", "mask_head", "mask_query", "mask_token"),
@@ -223,4 +268,4 @@ def attention_struct(k_plan: str, v_plan: str, segment: bool) -> Struct:
         *_numbers("rows", "queries", "causal", "window", "retained", "threads"),
         *(("double", name) for name in ("scale", "softcap")),
     )
-    return Struct(arguments_name("attention"), (*members, *(_SEGMENT if segment else ())))
+    return Struct(arguments_name("attention"), (*members, *more))

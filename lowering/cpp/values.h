@@ -46,14 +46,14 @@ void scale_weights(const Pair<A>& pair, int64_t slot, int first, int count, Bloc
   for (int g = 0; g < V::Code::GROUPS; g++) {
     Floats base[ROWS]{}, tops[ROWS]{};
     for (int t = 0; t < count; t += LANES) {
-      const auto* place = v.qparams_of(pair.pair) + g * v.capacity + slot + t;
+      const auto* place = v.qparams_at(pair.pair, slot) + g * v.capacity + t;
       const Affine affine = load_affine<typename V::Number>(place, std::min(count - t, LANES));
       __builtin_prefetch(place + Block<A>::SIZE);
       for (int r = 0; r < ROWS; r++) {
-        // The weights of tokens behind count belong to exact values, or, where slots are used again,
-        // to none.
+        // The weights of tokens behind count belong to exact values, or, where slots do not lie one
+        // behind the other, to none.
         Floats weight = load<Floats, LANES>(block.scores[r] + first + t);
-        if constexpr (V::SLIDING) weight = select(lane_numbers() < count - t, weight, Floats{});
+        if constexpr (V::SCATTERED) weight = select(lane_numbers() < count - t, weight, Floats{});
         base[r] += weight * affine.minimum;
         weight *= affine.scale;
         if constexpr (IN_INTEGERS<V>) tops[r] = maximum(tops[r], weight);
@@ -114,11 +114,10 @@ template <class A> struct IntegerSums {
   static constexpr float unit(int) { return 1; }
 };
 
-// Adds packed values in `count` slots from `slot` on, for tokens first ... of the block.
+// Adds `count` packed values, whose words these are, for tokens first ... of the block.
 template <class A>
 void packed_values(
-    const uint16_t* codes, int64_t slot, int first, int count, const Block<A>& block,
-    Panel<A>& panel) {
+    const uint16_t* values, int first, int count, const Block<A>& block, Panel<A>& panel) {
   using V = typename A::V;
   using Values = typename V::Code;
   using Codes = typename Values::Codes;
@@ -132,7 +131,6 @@ void packed_values(
       constexpr int CHAIN = part % Codes::CHAINS, STEP = part / Codes::CHAINS * PLANES;
       constexpr int HERE = std::min(PLANES, Codes::DEPTH - STEP);
       Sum out[HERE][ROWS]{};
-      const uint16_t* values = codes + slot * Values::WORDS;
       // Each of these loops asks for its share, spread over its tokens: at once, lines would wait for
       // each other.
       constexpr int SHARES = round_up(Values::WIDTH, LANES) / LANES * PARTS;

@@ -21,6 +21,7 @@ if not transformers.__version__.startswith("5.23."):
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from kvpass.serving.attention import _TARGETS
 from kvpass.serving.pages import BlockPages
 
 PAGE = 8
@@ -39,19 +40,29 @@ PROMPTS = [
 ]  # fmt: skip
 
 
+# With groups that fill vectors.
+KERNELS = {
+    "fp": recipe("fp"),
+    "kivi": recipe("kivi-2bit", group=16, residual=16),
+    "skvq": recipe("skvq-k2v2", group=16, window=12, clip=False, reorder=False),
+    "rotated": recipe("rotated-4bit", group=16, window=12, sinks=0),
+}
+
+
 @lru_cache(None)
-def model() -> Any:
-    """In float64: no order of summation changes a code or a token."""
-    found = tiny_model(dtype=torch.float64)
+def model(dtype: torch.dtype = torch.float64) -> Any:
+    """In float64, no order of summation changes a code or a token."""
+    found = tiny_model(dtype=dtype)
     found.generation_config.do_sample = False
     found.generation_config.eos_token_id = -1
     return found
 
 
 @lru_cache(None)
-def alone(name: str, number: int) -> list[int]:
+def alone(name: str, number: int, recipes: str = "RECIPES") -> list[int]:
     """The answer to a prompt by the oracle, which is given one token at a time."""
-    cache = oracle_cache(RECIPES[name].plan(model().config), model().config, model())
+    plan = globals()[recipes][name].plan(model().config)
+    cache = oracle_cache(plan, model().config, model())
     ids, answer = list(PROMPTS[number]), []
     with torch.no_grad():
         for position in range(len(ids) + NEW):
@@ -71,17 +82,20 @@ class Server:
     requests: int = 4
     batch: int = 24
     forks: int = 0
+    dtype: torch.dtype = torch.float64
+    page: int = PAGE
 
     def __post_init__(self) -> None:
-        serve_packed(model(), RECIPES[self.name])
+        self.model = model(self.dtype)
+        serve_packed(self.model, (RECIPES if self.dtype == torch.float64 else KERNELS)[self.name])
         generation = transformers.GenerationConfig(
             do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=self.forks + 1
         )
         config = ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=self.blocks, max_batch_tokens=self.batch,
+            page_size=self.page, num_blocks=self.blocks, max_batch_tokens=self.batch,
             max_requests_per_batch=self.requests, per_request_processors=True,
         )  # fmt: skip
-        self.manager = model().init_continuous_batching(generation, config)
+        self.manager = self.model.init_continuous_batching(generation, config)
         self.processor = self.manager._create_batch_processor()
         self.cache = self.processor.cache
 
@@ -91,7 +105,7 @@ class Server:
     def step(self) -> bool:
         if not self.processor.prepare_next_batch():
             return False
-        self.processor._generation_step(model())
+        self.processor._generation_step(self.model)
         self.processor.update_batch()
         return True
 
@@ -99,7 +113,7 @@ class Server:
         while self.step():
             pass
         self.check_empty()
-        model().set_attn_implementation("sdpa")
+        self.model.set_attn_implementation("sdpa")
         queue = self.manager.output_router.output_queue
         outputs = [queue.get() for _ in range(queue.qsize())]
         return {output.request_id: output for output in outputs}
@@ -115,9 +129,9 @@ class Server:
         assert self.cache.compute_free_capacity() == 1.0
 
 
-def agree(name: str, outputs: dict[str, Any]) -> None:
+def agree(name: str, outputs: dict[str, Any], recipes: str = "RECIPES") -> None:
     for request_id, output in outputs.items():
-        expected = alone(name, int(request_id.split("/")[0]))
+        expected = alone(name, int(request_id.split("/")[0]), recipes)
         assert output.error is None
         assert output.generated_tokens == expected[: len(output.generated_tokens)], request_id
 
@@ -151,6 +165,19 @@ def test_each_answer_is_that_of_the_request_alone(name: str, data: st.DataObject
     agree(name, outputs)
     assert {k for k, v in wanted.items() if v} <= outputs.keys() <= wanted.keys()
     assert all(len(outputs[k].generated_tokens) == v for k, v in wanted.items() if v)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_give_the_same_answers(name: str) -> None:
+    """Prompts of several chunks beside decode steps, in float32: by the kernels alone."""
+    server = Server(name, blocks=40, requests=5, batch=40, dtype=torch.float32, page=16)
+    for i in range(len(PROMPTS)):
+        server.add(i, "kernel", max_new_tokens=NEW)
+        server.step()
+    agree(name, server.finish(), "KERNELS")
+    used = {key[0]: op for key, op in _TARGETS.items() if torch.float32 in key}
+    assert set(used) == {"append_pages", "attention_pages"}
+    assert {op.namespace for op in used.values()} == {"kvpass_cpp"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
