@@ -31,10 +31,13 @@ from lowering.cpp.structs import (
 )
 from lowering.support import dense, unsupported_formats, unsupported_gaps
 
-# Query rows whose sums, and those of the tokens beside them, fill the registers (gemv.h). For more,
-# tokens are decoded first, and rows fill vectors (gemm.h): of 8 numbers for so many rows, else of
-# any size.
+# Query rows whose sums, and those of the tokens beside them, fill the registers (gemv.h): more take
+# turns. For many, tokens are decoded first, and rows fill vectors (gemm.h): of 8 numbers for so
+# many rows, else of any size.
 _GEMV_ROWS = 4
+# The most rows that take turns, where codes are multiplied as floats, and as integers.
+_FLOAT_TURNS = 8
+_INTEGER_TURNS = 32
 _VECTOR_ROWS = 8
 _GEMM_ROWS = 16
 _FEWEST_LANES = 4
@@ -45,7 +48,7 @@ class Kernel(NamedTuple):
     """What one function is made for.
 
     Attributes:
-        rows: query rows, see `_rows`.
+        rows: query rows, see `row_size`.
         segment: tokens are one of several segments.
         paged: tokens are in pages of many requests.
     """
@@ -63,8 +66,11 @@ class Kernel(NamedTuple):
     def of(cls, a: AttentionArguments, keys: State, values: State, segment: bool) -> Kernel:
         """The kernel that these arguments, with these states, need."""
         k_dim, v_dim = int(a.q.shape[3]), int(values.tokens.shape[3])
-        rows = _rows(a.q, keys.codes)
-        return cls(a.k_plan, a.v_plan, k_dim, v_dim, a.q.dtype, rows, segment)
+        sides = a.k_plan, a.v_plan, k_dim, v_dim, a.q.dtype
+        rows: int | torch.SymInt = a.q.shape[1] // keys.codes.shape[1] * a.q.shape[2]
+        # A question to a symbol would guard the graph on its answer.
+        size = row_size(rows, *sides) if isinstance(rows, int) else _GEMV_ROWS
+        return cls(*sides, size, segment)
 
     @property
     def constants(self) -> tuple[Constants, Constants]:
@@ -104,17 +110,17 @@ class Kernel(NamedTuple):
         return source(headers, ("attention",), structs, lanes=self.lanes, dtype=self.dtype)
 
 
-def _rows(q: Tensor, k: Tensor) -> int:
-    """Query rows that a function is made for, no fewer than share a KV head; `_GEMM_ROWS`: any
-    number. 1 and 2 leave room for tokens."""
-    rows: int | torch.SymInt = q.shape[1] // k.shape[1] * q.shape[2]
-    # A question to a symbol would guard the graph on its answer.
-    return row_size(rows) if isinstance(rows, int) else _GEMV_ROWS
-
-
 @cache
-def row_size(rows: int) -> int:
-    """The number of query rows that a function for so many is made for."""
+def row_size(
+    rows: int, k_plan: str, v_plan: str, k_dim: int, v_dim: int, dtype: torch.dtype
+) -> int:
+    """Query rows that a function for so many is made for: `_GEMM_ROWS`: any number. 1 and 2 leave
+    room for tokens."""
+    sides = constants_of(k_plan, k_dim), constants_of(v_plan, v_dim)
+    integers = dtype.itemsize == 2 and all(c.in_integers for c in sides)
+    turns = _INTEGER_TURNS if integers else _FLOAT_TURNS
+    if rows > _GEMV_ROWS and rows <= turns and not any(c.dequant_first for c in sides):
+        return _GEMV_ROWS
     sizes = (1, 2, _GEMV_ROWS, _VECTOR_ROWS)
     return next((size for size in sizes if rows <= size), _GEMM_ROWS)
 
@@ -131,10 +137,10 @@ def unsupported_arguments(a: AttentionArguments, segment: bool = False) -> str |
         return reason
     if mask is not None and mask.dtype not in _KINDS:
         return f"the mask is {mask.dtype}"
-    kernel = Kernel.of(a, keys, values, segment)
-    plans = (a.k_plan, kernel.k_dim), (a.v_plan, kernel.v_dim)
+    plans = (a.k_plan, q.shape[3]), (a.v_plan, values.tokens.shape[3])
     if reason := next(filter(None, (unsupported_plan(*plan) for plan in plans)), None):
         return reason
+    kernel = Kernel.of(a, keys, values, segment)
     if "cos_sin" in keys and keys.cos_sin.dtype != q.dtype:
         return f"cosines and sines are {keys.cos_sin.dtype}, the query is {q.dtype}"
     if "cos_sin" in values:
@@ -208,7 +214,8 @@ def _attend(
         sinks = sinks.float().contiguous()
     out = empty_cpu((batch, heads, queries, v_dim), q.dtype)
     rows = heads // codes.shape[1] * queries
-    kernel = k_plan, v_plan, k_dim, v_dim, q.dtype, row_size(rows), bool(more)
+    sides = k_plan, v_plan, k_dim, v_dim, q.dtype
+    kernel = *sides, row_size(rows, *sides), bool(more)
     function, retained = _function(*kernel)
     function(
         *state_numbers(keys, k_plan, k_dim),

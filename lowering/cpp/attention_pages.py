@@ -23,8 +23,9 @@ from lowering.support import (
 
 
 def _kernel(q: Tensor, keys: list[Tensor], k_plan: str, v_plan: str) -> Kernel:
-    dim, rows = q.shape[3], row_size(q.shape[1] // keys[-1].shape[1])
-    return Kernel(k_plan, v_plan, dim, dim, q.dtype, rows, segment=False, paged=True)
+    sides = k_plan, v_plan, q.shape[3], q.shape[3], q.dtype
+    rows = row_size(q.shape[1] // keys[-1].shape[1], *sides)
+    return Kernel(*sides, rows, segment=False, paged=True)
 
 
 def unsupported_reason(
@@ -41,7 +42,6 @@ def unsupported_reason(
     """Why C++ declines these arguments of ``kvpass::attention_pages``, or None."""
     if reason := unsupported_device(q) or unsupported_plans(k_plan, v_plan):
         return reason
-    kernel = _kernel(q, keys, k_plan, v_plan)
     for pages, plan in ((keys, k_plan), (values, v_plan)):
         if reason := (
             unsupported_extras(parse_plan(plan).codec)
@@ -49,6 +49,7 @@ def unsupported_reason(
             or unsupported_pages(pages, plan)
         ):
             return reason
+    kernel = _kernel(q, keys, k_plan, v_plan)
     reasons = (constants.unsupported_reason(kernel.lanes) for constants in kernel.constants)
     return next(filter(None, reasons), None) or unsupported_compiler("attention", kernel.source)
 

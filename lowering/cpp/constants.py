@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.format.parse import parse_plan
 from kvpass.format.tensor_plan import TensorPlan
-from kvpass.format.words import TERNARY
+from kvpass.format.words import TERNARY, Planes
 from lowering.cpp.structs import Struct
 from lowering.support import (
     interpreted,
@@ -59,6 +59,11 @@ class Constants:
         calibrated = codec.codebook is not None or codec.has_extras or not codec.group
         decoded = self.packed and (calibrated or self.heads_per_group > 1)
         return decoded or self.plan.rope is not None
+
+    @property
+    def in_integers(self) -> bool:
+        """Kernels for models in 16 bits may multiply codes as integers (panel.h)."""
+        return self.packed and not self.dequant_first and isinstance(self.plan.codec.words, Planes)
 
     @property
     def heads_per_group(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpass.bench.contenders import decoded_rows
-from lowering.cpp.attention import attention, unsupported_reason
+from lowering.cpp.attention import attention, row_size, unsupported_reason
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
@@ -129,8 +129,24 @@ def test_dtypes(dtype):
 def test_integers(plans, dim, heads):
     # Of fp16 models, whose own rounding is the smaller one.
     dtype = torch.float16
-    for tokens in (30, 171, 300):
-        check(plans, *states(plans, tokens, dim=dim, dtype=dtype), query(heads, 1, dim, dtype))
+    for tokens, n in ((30, 1), (171, 1), (300, 1), (300, 7)):
+        check(plans, *states(plans, tokens, dim=dim, dtype=dtype), query(heads, n, dim, dtype))
+
+
+def test_only_many_query_rows_are_multiplied_as_matrices() -> None:
+    """Codes that are multiplied as they lie are read again for every few rows; decoding them, and
+    multiplying floats, takes longer up to more rows where they are multiplied as integers."""
+
+    def turns(rows: int, plans: tuple[str, str], dtype: torch.dtype) -> bool:
+        return row_size(rows, *plans, 64, 64, dtype) == 4
+
+    for dtype, most in ((torch.float32, 8), (torch.bfloat16, 32), (torch.float16, 32)):
+        assert turns(most, kivi(2), dtype)
+        assert not turns(most + 1, kivi(2), dtype)
+    assert not turns(9, ("fp", "fp"), torch.bfloat16)
+    assert not turns(9, (kivi(2)[0], "int1.5.token32/window=8,pack_every=1"), torch.bfloat16)
+    decoded = "int2.token128/window=8,pack_every=1"
+    assert not turns(5, (kivi(2)[0], decoded), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("plans", "dim", "heads"), INTEGERS[1:3], ids=str)
