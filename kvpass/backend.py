@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ from lowering import tunings as tunings
 log = logging.getLogger(__name__)
 # Without a usable C++ compiler.
 _SLOWER = "{}; the graph runs op by op with ATen, more slowly"
+_HOOKED = (
+    "accelerate's hooks, which device_map and offloading put before every module, break the model "
+    "into graphs that update no KV cache: nothing is packed. Load it on one device, or on several "
+    "by tp_plan='auto'"
+)
 
 
 def kvpass(
@@ -90,6 +96,8 @@ def kvpass(
         report.roles = context.sites.update_roles()
     with report.timed("verify"):
         report.warnings += context.warnings + bias_warnings(context, biases)
+        if not report.events and runs_in_hooks(module.graph):
+            report.warnings.append(_HOOKED)
         verify_rewritten(module.graph)
         module.recompile()
         report.after = copy_module(module)
@@ -121,6 +129,12 @@ def copy_module(gm: GraphModule) -> GraphModule:
     copied.meta = dict(gm.meta)
     copy_graph_facts(gm, copied)
     return copied
+
+
+def runs_in_hooks(graph: Graph) -> bool:
+    """Whether accelerate calls the module whose graph this is: Dynamo traces none of its hooks."""
+    hooks = str(Path("accelerate", "hooks.py"))
+    return any(hooks in (node.meta.get("stack_trace") or "") for node in graph.nodes)
 
 
 def rewrite(context: Context, examples: Sequence[Any]) -> list[Event]:

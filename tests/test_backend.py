@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import exc
@@ -282,6 +283,18 @@ def test_silent_decompression_is_told() -> None:
     finally:
         rules[:] = saved
     assert not isinstance(cache.layers[0].keys, PackedKV)
+
+
+def test_hooks_of_accelerate_are_named() -> None:
+    """As `device_map` puts them before every module, though with one device it does not."""
+    twin = tiny_model("llama")
+    parts = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+    twin = dispatch_model(twin, dict.fromkeys(parts, "cpu"), "cpu", force_hooks=True)
+    twin.compile(backend="kvpass", options={"inner": "eager"})
+    with pytest.warns(UserWarning, match=r"accelerate's hooks.* nothing is packed"):
+        got, _ = run_steps(twin, prompt(1, 8), [8])
+    assert torch.equal(got, run_steps(tiny_model("llama"), prompt(1, 8), [8])[0])
+    assert "accelerate's hooks" in str(explain(twin))
 
 
 def test_no_warning_when_everything_fits() -> None:
