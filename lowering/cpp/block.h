@@ -17,7 +17,9 @@ void put_outliers(const int32_t* outliers, int count, int head, float* out) {
   alignas(64) float values[LANES + 1]{};
   alignas(64) int32_t channels[LANES + 1]{};
   channels[LANES] = DIM;
-  for (int t = 0; t < count; t++, outliers += COUNT, out += STRIDE)
+  for (int t = 0; t < count; t++, outliers += COUNT, out += STRIDE) {
+    for (int i = 0; i < COUNT; i += 64 / sizeof *outliers)
+      __builtin_prefetch(outliers + AHEAD * COUNT + i);
     each_vector<COUNT>([&](auto at, auto width) {
       const Ints outlier = load<Ints, width>(outliers + at), channel = (outlier & 0xffff) - head * DIM;
       const Ints here = (channel >= 0) & (channel < DIM) & (lane_numbers() < (int)width);
@@ -33,6 +35,7 @@ void put_outliers(const int32_t* outliers, int count, int head, float* out) {
       each<0, std::min<int>(width, LANES < 16 ? 2 : 3)>([&](auto) { put(); });
       while (bits) put();
     });
+  }
 }
 
 // Rotates one key: its first HALF channels with its last ones, or channels side by side.
@@ -91,11 +94,16 @@ void decode_tokens(const Pair<A>& pair, const Stored<X>& stored, int64_t start, 
           });
       });
   if constexpr (X::ROPE_CHANNELS > 0)
-    for (int t = pair.gone(start, count); t < count; t++) {
-      const int64_t slot = pair.batch * x.cos_sin_batch + (start + t) % x.cos_sin_capacity * X::ROPE_CHANNELS;
-      rotate_key<X::ROPE_HALVES, X::ROPE_CHANNELS / 2>(
-          x.cos_sin + slot, out + t * STRIDE<X> + X::ROPE_START);
-    }
+    each_run(start + pair.gone(start, count), start + count, x.cos_sin_capacity,
+             [&](int64_t slot, int64_t first, int n) {
+               const auto* row = x.cos_sin + pair.batch * x.cos_sin_batch + slot * X::ROPE_CHANNELS;
+               float* key = out + (first - start) * STRIDE<X> + X::ROPE_START;
+               for (int t = 0; t < n; t++, row += X::ROPE_CHANNELS, key += STRIDE<X>) {
+                 for (int i = 0; i < X::ROPE_CHANNELS; i += 64 / sizeof *row)
+                   __builtin_prefetch(row + AHEAD * X::ROPE_CHANNELS + i);
+                 rotate_key<X::ROPE_HALVES, X::ROPE_CHANNELS / 2>(row, key);
+               }
+             });
 }
 
 }  // namespace

@@ -4,6 +4,9 @@
 
 namespace {
 
+// Tokens that are asked for ahead of their decoding; beyond the end that does nothing.
+constexpr int AHEAD = 64;
+
 // Codes of BITS bits as the numbers of a codebook of 16.
 template <int BITS> inline Floats look_up(const float* codebook, Ints code) {
 #if KVPASS_LANES == 16 && defined(__AVX512F__)
@@ -54,6 +57,7 @@ void decode(const X& state, int64_t pair, int64_t slot, int64_t count, Number* o
   const uint16_t* words = state.codes_at(pair, slot);
   const float* codebook = state.codebook;
   const auto put = [=](int64_t t, const auto& affine) {
+    Code::prefetch(words + (t + AHEAD) * Code::WORDS);
     decode_token<X>(words + t * Code::WORDS, affine, codebook, out + t * STRIDE);
   };
   if constexpr (X::BY_TOKEN) {

@@ -45,9 +45,12 @@ template <class A, class X, class Packed, class Exact>
 void each_run_read(const Pair<A>& pair, const Stored<X>& stored, int64_t start, int count,
                    float* decoded, const Packed& packed, const Exact& exact) {
   if constexpr (X::DEQUANT_FIRST) {
-    const int gone = pair.gone(start, count);
-    decode_tokens(pair, stored, start, count, decoded);
-    exact(Constant<STRIDE<X>>{}, decoded + gone * STRIDE<X>, gone, count - gone);
+    // A few at a time, which stay in the processor's nearest cache until they are multiplied.
+    for (int t = pair.gone(start, count); t < count; t += DECODED) {
+      const int some = std::min(count - t, DECODED);
+      decode_tokens(pair, stored, start + t, some, decoded);
+      exact(Constant<STRIDE<X>>{}, decoded, t, some);
+    }
   } else {
     pair.each_run_of(stored, start, count, packed, [&](auto* tokens, int first, int n) {
       exact(Constant<X::DIM>{}, tokens, first, n);

@@ -75,6 +75,9 @@ template <class A> struct Panel {
   }
 };
 
+// Tokens that are decoded before they are multiplied, at a time.
+constexpr int DECODED = 32;
+
 // Scores, then weights, of a panel's query rows for the tokens of a block.
 template <class A> struct Block {
   using K = typename A::K;
@@ -90,8 +93,8 @@ template <class A> struct Block {
   alignas(64) int16_t integers[ROWS][V::Code::GROUPS][size_if(IN_INTEGERS<V>, SIZE + LANES)];
   float steps[ROWS][V::Code::GROUPS];
   // Tokens that are decoded before they are multiplied.
-  alignas(64) float keys[size_if(K::DEQUANT_FIRST, SIZE * STRIDE<K>)];
-  alignas(64) float values[size_if(V::DEQUANT_FIRST, SIZE * STRIDE<V>)];
+  alignas(64) float keys[size_if(K::DEQUANT_FIRST, DECODED * STRIDE<K>)];
+  alignas(64) float values[size_if(V::DEQUANT_FIRST, DECODED * STRIDE<V>)];
 };
 
 }  // namespace
