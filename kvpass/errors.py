@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TypeGuard
 
 from kvpass._torch import ShortenTraceback
@@ -68,6 +69,21 @@ def cut(text: str, most: int = 200) -> str:
     """``text`` in one line of at most so many characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def check_installed(
+    user: str, package: str, *modules: str, extra: str, otherwise: str = ""
+) -> None:
+    """Refuses what ``user`` asks for where a package, with these modules, is missing.
+
+    Raises:
+        OptionError: naming the extra of kvpass that has it, and ``otherwise``.
+    """
+    if not all(map(find_spec, modules)):
+        more = f"; {otherwise}" if otherwise else ""
+        raise OptionError(
+            f"{user} needs {package}, which is not installed: pip install 'kvpass[{extra}]'{more}."
+        )
 
 
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from kvpass.bench.device import machine
 from kvpass.bench.timing import Result
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, check_installed
 
 # The header of a column, and what stands in it for a result that was timed.
 Column = tuple[str, Callable[[Result], str]]
@@ -131,8 +130,8 @@ def check_outputs(json_path: str | None, plot: str | None = None) -> None:
     for path in filter(None, (json_path, plot)):
         if not Path(path).absolute().parent.is_dir():
             raise OptionError(f"'{path}' cannot be written: its folder does not exist.")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("--plot needs matplotlib: pip install 'kvpass[plot]'.")
+    if plot is not None:
+        check_installed("--plot", "matplotlib", "matplotlib", extra="plot")
 
 
 def plot_lines(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from kvpass.calibration.samples import STORED, AttentionSample, Stored
 from kvpass.calibration.thresholds import Thresholds
-from kvpass.errors import OptionError
+from kvpass.errors import OptionError, check_installed
 from kvpass.format.channels import ChannelOrder
 from kvpass.format.codec import Codec
 from kvpass.format.rope import Rope
@@ -167,11 +166,10 @@ def _ranked(features: Tensor, clusters: int, seed: int) -> tuple[Tensor, list[in
 
 def k_means() -> Any:
     """scikit-learn's ``KMeans``; an `OptionError` if it is not installed."""
-    if find_spec("sklearn") is None:
-        raise OptionError(
-            "This recipe needs scikit-learn, which is not installed: pip install "
-            "'kvpass[calibration]'; skvq recipes do without it, but for reorder='clusters'."
-        )
+    but_for = "skvq recipes do without it, but for reorder='clusters'"
+    check_installed(
+        "This recipe", "scikit-learn", "sklearn", extra="calibration", otherwise=but_for
+    )
     from sklearn.cluster import KMeans
 
     return KMeans

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,11 +82,10 @@ def run_harness(
     Raises:
         OptionError: if a value is not allowed, or lm_eval is missing.
     """
-    from kvpass.errors import OptionError
+    from kvpass.errors import check_installed
 
     # The latter is what lm_eval needs for models of transformers.
-    if not all(map(find_spec, ("lm_eval", "accelerate"))):
-        raise OptionError("--lm-eval needs lm_eval: pip install 'kvpass[lm-eval]'.")
+    check_installed("--lm-eval", "lm_eval", "lm_eval", "accelerate", extra="lm-eval")
     metadata = {"pretrained": model, **_metadata(asked["metadata"])}
 
     from kvpass.evaluate.harness import find_tasks, run_tasks

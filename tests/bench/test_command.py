@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpass.bench import contenders, report
+from kvpass.bench import contenders
 from kvpass.cli import main
 from tests.command import failure
 
@@ -149,6 +149,9 @@ def test_arguments_that_cannot_be_parsed(capsys):
 
 
 def test_missing_matplotlib(monkeypatch, capsys):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("kvpass.errors.find_spec", lambda name: None)
     assert main([*ATTENTION, "--plot", "x.svg"]) == 2
-    assert "--plot needs matplotlib: pip install 'kvpass[plot]'." in capsys.readouterr().err
+    assert (
+        "--plot needs matplotlib, which is not installed: pip install 'kvpass[plot]'."
+        in capsys.readouterr().err
+    )

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpass.calibration import channels
 from kvpass.calibration.channels import cluster
 from kvpass.calibration.clipping import ClipSearch
 from kvpass.calibration.ordering import OrderSearch, _groups
@@ -172,6 +171,6 @@ def test_equal_channels_are_cut_anywhere():
 
 
 def test_without_scikit_learn_there_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(channels, "find_spec", lambda name: None)
+    monkeypatch.setattr("kvpass.errors.find_spec", lambda name: None)
     with pytest.raises(OptionError, match="needs scikit-learn, which is not installed: pip"):
         cluster(randn(1, 16, 2), codec(4), (), 0)

