@@ -2,93 +2,55 @@
 
 from __future__ import annotations
 
-import platform
 import re
-import struct
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
 
+from kvpass._torch_libraries import keep, keeping, kept, library_key
+
 _empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
-
-
-class _DamagedLibraryError(Exception):
-    """A compiled library was not whole, and is gone."""
 
 
 @cache
 def _code_cache() -> Any:
-    """Inductor's cache of compiled C++, which trusts no library that is not whole: what a process
-    that was killed, or a full disk, left there."""
     from torch._inductor.codecache import CppCodeCache
 
-    class CheckedCodeCache(CppCodeCache):
-        cache: dict[str, Any] = {}  # noqa: RUF012
-
-        @classmethod
-        def _load_library(cls, path: str, key: str) -> Any:
-            if is_cut_off(path):
-                Path(path).unlink(missing_ok=True)
-                raise _DamagedLibraryError
-            return super()._load_library(path, key)
-
-    return CheckedCodeCache
-
-
-def is_cut_off(path: str) -> bool:
-    """Whether a library in the ELF format ends before the table of its sections, which linkers
-    write last."""
-    length = Path(path).stat().st_size
-    if sys.platform != "linux":
-        return not length
-    with open(path, "rb") as file:
-        header = file.read(64)
-    if len(header) < 64 or header[:4] != b"\x7fELF":
-        return True
-    (table,) = struct.unpack_from("<Q", header, 40)
-    size, count = struct.unpack_from("<HH", header, 58)
-    return bool(length < table + size * count)
+    return keeping(CppCodeCache)
 
 
 @cache
-def cpu_features() -> str:
-    """What this CPU can do, by the names that the system has for it: code is compiled for that."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.split(":")[1].strip() for x in lines if x.startswith(("flags", "Features"))), "")
+def _bindings_cache() -> Any:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return keeping(CppPythonBindingsCodeCache)
 
 
 def start_cpp(source: str, flags: Sequence[str]) -> Callable[[], Any]:
     """Begins to compile C++ ``source`` with Inductor's compiler, in one of its threads (where it
-    has but one, on waiting), unless it is in Inductor's cache; ``flags`` come behind Inductor's
-    own, so that they win.
+    has but one, on waiting), unless it is kept; ``flags`` come behind Inductor's own, so that they
+    win.
 
     Returns:
-        What waits for the library. One that is damaged is compiled anew.
+        What waits for the library.
     """
+    with trusted_vectors():
+        made: Callable[[], Any] = _code_cache().load_async(
+            source, extra_flags=tuple(flags), submit_fn=_submit()
+        )
+    return made
+
+
+def _submit() -> Callable[..., Any] | None:
+    """What has one of Inductor's threads compile. With one thread it would compile at once, under a
+    lock that compiling takes again."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
-    text = f"{source}// The CPU has {cpu_features()}.\n"
-    with trusted_vectors():
-        # With one thread, submitting is compiling, under a lock that compiling takes again.
-        submit = AsyncCompile.submit if get_compile_threads() > 1 else None
-        made = _code_cache().load_async(text, extra_flags=tuple(flags), submit_fn=submit)
-
-    def wait() -> Any:
-        try:
-            return made()
-        except _DamagedLibraryError:
-            return made()
-
-    return wait
+    return AsyncCompile.submit if get_compile_threads() > 1 else None
 
 
 def load_cpp(source: str, flags: Sequence[str]) -> Any:
@@ -157,8 +119,7 @@ class _Batch:
     """The kernels of one graph, compiled together: a compiler's start, and reading its headers,
     take most of the time of each."""
 
-    def __init__(self, submit: Callable[..., Any], parts: int) -> None:
-        self._submit, self._parts = submit, parts
+    def __init__(self) -> None:
         self._sources: list[tuple[Sequence[str], str]] = []
         self._functions: dict[int, Callable[..., Any]] = {}
 
@@ -170,17 +131,27 @@ class _Batch:
     def function(self, number: int) -> Callable[..., Any]:
         """The compiled kernel, and so all of them."""
         if number not in self._functions:
-            numbers = range(len(self._sources))
-            parts = [numbers[i :: self._parts] for i in range(self._parts)]
+            numbers, count = range(len(self._sources)), self._parts()
+            parts = [numbers[i::count] for i in range(count)]
             waiting = [(part, self._start(part)) for part in parts if part]
             for part, made in waiting:
                 self._functions.update(zip(part, made()(), strict=True))
         return self._functions[number]
 
+    def _parts(self) -> int:
+        """A part for each thread, of the process that compiled these kernels first: it is found in
+        any number of threads."""
+        from torch._inductor.async_compile import get_compile_threads
+
+        key = library_key("parts", repr(self._sources), ())
+        if (path := kept(key)) is not None:
+            return int(path.read_text())
+        count = get_compile_threads()
+        keep(key, str(count).encode(), ".txt")
+        return count
+
     def _start(self, numbers: Sequence[int]) -> Callable[..., Any]:
         """Begins to compile some; what waits for the function that returns them."""
-        from torch._inductor.codecache import CppPythonBindingsCodeCache
-
         text, bindings = "", ""
         for number in numbers:
             types, source = self._sources[number]
@@ -192,37 +163,43 @@ class _Batch:
             bindings += _BINDING.format(number=number, count=len(types), arguments=arguments)
         made = ", ".join(f"PyCFunction_New(&method_{number}, nullptr)" for number in numbers)
 
-        class Kernels(CppPythonBindingsCodeCache):
-            cache: dict[str, Any] = {}  # noqa: RUF012
+        class Kernels(_bindings_cache()):  # type: ignore[misc]
             entry_function = "kernels"
             call_entry_function = f'return Py_BuildValue("({"N" * len(numbers)})", {made});'
             extra_parse_arg = bindings
 
         start = Kernels.load_pybinding_async
-        return cast(Callable[..., Any], start([], text, submit_fn=self._submit))
+        return cast(Callable[..., Any], start([], text, submit_fn=_submit()))
 
 
 @contextmanager
 def batched_kernels() -> Iterator[None]:
-    """Lets Inductor compile the C++ kernels of a graph together, a part for each of its threads."""
+    """Lets Inductor compile the C++ kernels of a graph together, a part for each of its threads,
+    and keep them."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
     from torch._inductor.codecache import LambdaFuture
 
     patched: Any = AsyncCompile
-    alone = patched.cpp_pybinding
+    compiles, waits = patched.cpp_pybinding, patched.wait
 
     def compile_batched(self: Any, argument_types: list[str], source: str) -> Any:
-        threads = get_compile_threads()
-        if threads <= 1 or not _KERNEL.match(source) or source.count('extern "C"') != 1:
-            return alone(self, argument_types, source)
-        batch = self.__dict__.setdefault("_kvpass_batch", _Batch(self.submit, threads))
+        if not _KERNEL.match(source) or source.count('extern "C"') != 1:
+            start = _bindings_cache().load_pybinding_async
+            return LambdaFuture(start(argument_types, source, submit_fn=_submit()))
+        batch = self.__dict__.setdefault("_kvpass_batch", _Batch())
         return LambdaFuture(partial(batch.function, batch.add(argument_types, source)))
 
-    patched.cpp_pybinding = compile_batched
+    def wait_always(self: Any, scope: dict[str, Any]) -> None:
+        # Inductor expects none of a single thread.
+        if get_compile_threads() <= 1:
+            self._wait_futures(scope)
+        waits(self, scope)
+
+    patched.cpp_pybinding, patched.wait = compile_batched, wait_always
     try:
         yield
     finally:
-        patched.cpp_pybinding = alone
+        patched.cpp_pybinding, patched.wait = compiles, waits
 
 
 @contextmanager

@@ -1,48 +1,110 @@
-"""What is compiled: libraries that are not whole anew, kernels together, and nothing twice."""
+"""What is compiled: libraries that are not whole anew, kernels together, and nothing twice, nor in
+another process."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.cpp_builder import CppBuilder
+from torch.compiler._cache import CacheArtifactManager
 
-from kvpass import _torch_cpp
-from kvpass._torch_cpp import batched_kernels, cpu_features, is_cut_off, load_cpp
+from kvpass import _torch_cpp, _torch_libraries
+from kvpass._torch_cpp import batched_kernels, load_cpp
+from kvpass._torch_libraries import cpu_features, is_cut_off, library_key, path_of
 from lowering.cpp import library
-from tests.harness import compiled, run_steps
-from tests.models import prompt, tiny_model
+from tests.start_worker import start
 
 SOURCE = 'extern "C" int kvpass_answer() { return 42; }\n'
 
 
-def path_of(library: Any) -> Path:
-    return Path(library._name)
+@pytest.fixture
+def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Empty caches, and no artifacts but what a test makes."""
+    forgotten = (
+        library._started.cache_clear, library.load_function.cache_clear,
+        _torch_cpp._code_cache().cache.clear, _torch_cpp._bindings_cache().cache.clear,
+    )  # fmt: skip
+    for forget in forgotten:
+        forget()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with CacheArtifactManager.with_fresh_cache():
+        yield
+
+
+def kept_file(source: str = SOURCE) -> Path:
+    """The one that is kept of a library."""
+    with _torch_cpp.trusted_vectors():
+        key = library_key("CppCodeCache", source, ())
+    (path,) = (_torch_libraries._folder() / key).iterdir()
+    return path
+
+
+def damage(path: Path, content: bytes) -> None:
+    """Another file at its place: the one that is loaded must stay as it is."""
+    path.with_suffix(".damaged").write_bytes(content)
+    os.replace(path.with_suffix(".damaged"), path)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 64, 0.5, 0.999])
+@pytest.mark.usefixtures("artifacts")
 def test_a_library_that_is_cut_off_is_compiled_anew(kept: float) -> None:
-    first = load_cpp(SOURCE, ())
-    path = path_of(first)
-    whole = path.read_bytes()
-    assert not is_cut_off(str(path))
-    # Another file at its place: the one that is loaded must stay as it is.
-    damaged = path.with_suffix(".damaged")
-    damaged.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
-    os.replace(damaged, path)
-    assert is_cut_off(str(path))
+    made = Path(path_of(load_cpp(SOURCE, ())))
+    whole = made.read_bytes()
+    assert not is_cut_off(str(made))
     _torch_cpp._code_cache().cache.clear()
+    for path in (made, kept_file()):
+        damage(path, whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    assert is_cut_off(str(made))
     again = load_cpp(SOURCE, ())
     assert again.kvpass_answer() == 42
-    assert path_of(again) == path
-    assert not is_cut_off(str(path))
+    assert path_of(again) == str(made)
+    assert kept_file().read_bytes() == made.read_bytes()
+    assert not is_cut_off(str(made))
+
+
+@pytest.mark.usefixtures("artifacts")
+def test_a_damaged_artifact_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wrong bit is enough: in what was saved, and in what lies there."""
+    load_cpp(SOURCE, ())
+    saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    content, info = saved
+    (key,) = info.artifacts["kvpass"]
+    right = kept_file().read_bytes()
+    wrong = bytes([*right[:-9], right[-9] ^ 1, *right[-8:]])
+    assert content.count(right) == 1
+
+    def load() -> Path:
+        _torch_cpp._code_cache().cache.clear()
+        found = load_cpp(SOURCE, ())
+        assert found.kvpass_answer() == 42
+        return Path(path_of(found))
+
+    # PyTorch refuses the whole of it.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    torch.compiler.load_cache_artifacts(content.replace(right, wrong))
+    assert not _torch_libraries._folder().exists()
+    damaged = _torch_libraries.KeptFile(key, wrong)
+    with pytest.warns(UserWarning, match="kvpass: compiled code in the artifacts is damaged"):
+        damaged.populate_cache()
+    assert not _torch_libraries._folder().exists()
+    torch.compiler.load_cache_artifacts(content)
+    found = load()
+    assert found == kept_file() == _torch_libraries._folder() / key
+    damage(found, wrong)
+    assert load() != found
+    assert kept_file().read_bytes() != wrong
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -52,15 +114,19 @@ def test_a_library_is_compiled_with_any_number_of_threads(
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)
     # A lock that is never had is an error in a second, not in ten minutes.
     monkeypatch.setattr("torch._inductor.codecache.LOCK_TIMEOUT", 1)
-    monkeypatch.setattr(_torch_cpp, "cpu_features", lambda: f"never seen: {uuid4()}")
+    monkeypatch.setattr(_torch_libraries, "cpu_features", lambda: f"never seen: {uuid4()}")
     assert load_cpp(SOURCE, ()).kvpass_answer() == 42
 
 
 def test_code_is_for_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = path_of(load_cpp(SOURCE, ()))
+    here = library_key("", SOURCE, ())
     assert cpu_features()
-    monkeypatch.setattr(_torch_cpp, "cpu_features", lambda: "none of this one's instructions")
-    assert path_of(load_cpp(SOURCE, ())) != here
+    assert library_key("", SOURCE, ("-g0",)) != here
+    assert library_key("", SOURCE + " ", ()) != here
+    with torch._inductor.config.patch({"cpp.march": "none of this one's"}):
+        assert library_key("", SOURCE, ()) != here
+    monkeypatch.setattr(_torch_libraries, "cpu_features", lambda: "none of this one's instructions")
+    assert library_key("", SOURCE, ()) != here
 
 
 KERNEL = """
@@ -71,44 +137,56 @@ extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0, const int64_t ks
 HELPER = "#include <cstdint>\nstatic float twice(float x) { return x + x; }\n"
 
 
+@pytest.mark.usefixtures("artifacts")
 def test_kernels_of_a_graph_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In as many parts as there are threads; one that is more than a function stays alone."""
-    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
+    """In as many parts as there are threads; one that is more than a function stays alone. A
+    process with another number of threads finds them."""
     sources = [KERNEL.format(value=value) for value in (2, 3, 5)]
     sources.append(KERNEL.format(value="twice(3.5f)").replace("#include", HELPER + "#include"))
     types = ["const float*", "float*", "const int64_t"]
-    compiled, known = AsyncCompile(), set(CppPythonBindingsCodeCache._loaded_module_names)
-    with batched_kernels():
-        scope = {f"k{i}": compiled.cpp_pybinding(types, x) for i, x in enumerate(sources)}
-        compiled.wait(scope)
     x, y = torch.ones(3), torch.zeros(3)
-    for name, value in zip(scope, (2, 3, 5, 7), strict=True):
-        scope[name](x, y, 3)
-        assert y.tolist() == [value] * 3
-        with pytest.raises(RuntimeError, match="3 args"):
-            scope[name](x, y)
-    libraries = CppPythonBindingsCodeCache._loaded_module_names - known
-    assert sorted(name.rpartition(".")[2] for name in libraries) == ["kernel", "kernels", "kernels"]
+    for threads in (2, 1):
+        monkeypatch.setattr(
+            "torch._inductor.async_compile.get_compile_threads", lambda n=threads: n
+        )
+        known = set(CppPythonBindingsCodeCache._loaded_module_names)
+        compiled = AsyncCompile()
+        with batched_kernels():
+            scope = {f"k{i}": compiled.cpp_pybinding(types, x) for i, x in enumerate(sources)}
+            compiled.wait(scope)
+        for name, value in zip(scope, (2, 3, 5, 7), strict=True):
+            scope[name](x, y, 3)
+            assert y.tolist() == [value] * 3
+            with pytest.raises(RuntimeError, match="3 args"):
+                scope[name](x, y)
+        new = CppPythonBindingsCodeCache._loaded_module_names - known
+        names = sorted(name.rpartition(".")[2] for name in new)
+        assert names == ["kernel", "kernels", "kernels"]
+        # What was built, by the first alone.
+        assert len(list(_torch_libraries._folder().parent.glob("*/*.so"))) == 3
 
 
-def test_another_process_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graphs in Inductor's cache, under kvpass's tag, and all kernels without the compiler."""
-    model = tiny_model("llama", layers=1)
-
-    def start() -> tuple[int, int]:
-        torch._dynamo.reset()
-        counters.clear()
-        for cached in (library._started, library.load_function):
-            cached.cache_clear()
-        _torch_cpp._code_cache().cache.clear()
-        CppPythonBindingsCodeCache.cache_clear()
-        run_steps(compiled(model, "kivi-4bit", "inductor"), prompt(1, 21), [20, 1])
-        found = counters["inductor"]
-        return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
-
-    def build(*_: Any) -> None:
-        pytest.fail("the compiler was asked")
-
-    start()
-    monkeypatch.setattr(CppBuilder, "build", build)
-    assert start() == (2, 0)
+@pytest.mark.usefixtures("artifacts")
+def test_another_process_with_empty_caches_compiles_nothing(tmp_path: Path) -> None:
+    """It has the artifacts of this one, and no compiler: Inductor's graphs and kernels are there,
+    and kvpass's."""
+    logits = start()
+    saved = torch.compiler.save_cache_artifacts()
+    assert saved is not None
+    (tmp_path / "artifacts").write_bytes(saved[0])
+    empty = {
+        name: str(tmp_path / "empty")
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "KVPASS_CACHE_DIR", "TMPDIR", "PATH")
+    }
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.start_worker", str(tmp_path / "artifacts")],
+        env={**os.environ, **empty, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["hit"], found["miss"]) == (2, 0)
+    torch.testing.assert_close(found["logits"], logits)
