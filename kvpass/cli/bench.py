@@ -181,6 +181,52 @@ def start(model: str, prompt: int, recipes: list[str], json: str | None, **where
     return int(any(s.problem for s in starts))
 
 
+@bench.command(
+    short_help="many requests at once against transformers' own pool",
+    epilog="Example: kvpass bench serve --memory 16 --recipes kivi-2bit,residual=32",
+)
+@click.option(
+    "--model",
+    default="small,layers=4,hidden=256,heads=4,kv_heads=2,vocab=2048",
+    help="As of bench decode, or a model's own weights.",
+)
+@click.option("--requests", type=POSITIVE, default=24, help="How many.")
+@click.option("--memory", type=float, default=16.0, help="MiB of the pool of keys and values.")
+@click.option("--scale", type=float, default=1.0, help="Of ShareGPT's lengths, which are drawn.")
+@click.option("--rate", type=float, help="Requests per second; by default all come at once.")
+@click.option("--batch-tokens", type=POSITIVE, default=512, help="The most of a step.")
+@click.option("--device", help="cpu or cuda; by default cuda where there is one.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="By default float32, bfloat16 on a GPU.")
+@click.option("--threads", type=POSITIVE, help="CPU threads of torch.")
+@recipes()
+@json_file
+def serve(
+    model: str,
+    requests: int,
+    memory: float,
+    scale: float,
+    rate: float | None,
+    batch_tokens: int,
+    recipes: list[str],
+    json: str | None,
+    **where: Any,
+) -> int:
+    """Serves the same requests from packed pools and from transformers' own, which has the same
+    bytes: requests per second, seconds to the first token, and the time between tokens as a line
+    over the tokens of all requests."""
+    from kvpass.bench.report import check_outputs
+    from kvpass.bench.serve import ServeSetting, bench_serve, serve_json, serve_section
+    from kvpass.cli.models import load_or_make_model
+    from kvpass.format.dtypes import dtype_name
+
+    check_outputs(json)
+    device, dtype = _device_and_dtype(**where)
+    setting = ServeSetting(requests, int(memory * 2**20), scale, rate, batch_tokens)
+    loaded = load_or_make_model(model, dtype_name(dtype), str(device))
+    served = bench_serve(loaded, setting, recipes)
+    return _report("serve", [serve_section(setting, served)], json, serve_json(served))
+
+
 def _report(command: str, sections: Iterable[object], json: str | None, rows: list[Row]) -> int:
     """Prints the tables and writes the file; the exit code."""
     from kvpass.bench.report import write_json

@@ -24,9 +24,9 @@ from kvpass.serving.batch import Batch
 from kvpass.serving.exact import ExactPages
 from kvpass.serving.pages import BlockPages
 
-# Exact pages take a part of this many of the bytes of packed ones at most, unless it is too little
-# for one request, or the user says how many there are.
-_EXACT_SHARE = 4
+# Unless the user says how many requests there are: the tokens that each of them is thought to have,
+# and the part of the longest that the model takes, if that is less.
+_TOKENS_OF_REQUEST, _PART_OF_LONGEST = 4096, 4
 
 
 class PackedMemory(PagedAttentionMemoryHandler):
@@ -53,7 +53,11 @@ class PackedMemory(PagedAttentionMemoryHandler):
         heads, dim = find_num_key_value_heads(config), find_head_dim(config)
         decoded: int = 2 * heads * dim * (torch.float32.itemsize + self.cache_dtype.itemsize)
         scores = 2 * config.num_attention_heads * QUERIES * torch.float32.itemsize
-        self._request_bytes = int(config.max_position_embeddings * (decoded + scores))
+        longest = int(config.max_position_embeddings)
+        if cb_config.num_blocks is not None:
+            longest = min(longest, cb_config.num_blocks * pages.page_size)
+        self._request_bytes = int(longest * (decoded + scores))
+        self._tokens = min(_TOKENS_OF_REQUEST, longest // _PART_OF_LONGEST)
 
     @property
     def bytes_per_cache_token(self) -> int:
@@ -68,12 +72,15 @@ class PackedMemory(PagedAttentionMemoryHandler):
 
     def divide(self, request_bytes: int, asked: int | None) -> int:
         """The number of requests that have exact pages, each ``request_bytes``, which become
-        `exact_bytes`: as many as ``asked`` for, or as have room in their share of the pool."""
+        `exact_bytes`: as many as ``asked`` for, or as of some thousand tokens have room."""
         blocks, most = self.cb_config.num_blocks, self.cb_config.max_requests_per_batch
+        packed = -(-self._tokens // self.tokens_per_sector) * self.bytes_per_block
         if blocks is None:
+            # Exact pages take their part of the same memory.
             _, blocks = self.infer_max_batch_tokens_and_num_sectors()
-        share: int = blocks * self.bytes_per_block // _EXACT_SHARE
-        requests = max(1, min(most, share // request_bytes)) if asked is None else asked
+            packed += request_bytes
+        room: int = blocks * self.bytes_per_block // max(packed, 1)
+        requests = max(1, min(most, room)) if asked is None else asked
         self.exact_bytes = requests * request_bytes
         return requests
 
