@@ -19,7 +19,8 @@ from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.dtypes import dtype_name
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
-from kvpass.tensor.chunked import ChunkedKV, another
+from kvpass.tensor.branches import another
+from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
 
 # What JSON can write by itself.
