@@ -58,6 +58,8 @@ class PackedCallable:
         binding = self._binding
         for position in binding.packed:
             args[position].check()
+        for branch in [b for position in binding.packed for b in args[position].branches]:
+            branch.stay()
         extended = self._steps(args)
         placed = None if binding.chunks is None else binding.chunks.place(args, self._first_warning)
         for handle, new, after in extended:

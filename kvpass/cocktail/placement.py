@@ -20,7 +20,8 @@ from kvpass.errors import CacheStateError, OptionError, PlanError, check, shown
 from kvpass.format.channels import ChannelBasis
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.ops.chunks import positions
-from kvpass.tensor.chunked import ChunkedKV, another
+from kvpass.tensor.branches import another
+from kvpass.tensor.chunked import ChunkedKV
 
 Numbers = NDArray[np.int32]
 

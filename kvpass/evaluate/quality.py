@@ -156,9 +156,10 @@ def first_difference(a: Tensor, b: Tensor) -> int | None:
     return None if a.numel() == b.numel() else shared
 
 
-def cache_bytes(cache: Any) -> tuple[int, float]:
-    """Bytes that the keys and values of a transformers cache hold, and bits per element stored."""
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+def cache_bytes(*caches: Any) -> tuple[int, float]:
+    """Bytes that the keys and values of transformers caches hold, and bits per element stored. What
+    layers share, or caches that `copy.deepcopy` has made of one, counts once as bytes."""
+    tensors = [t for c in caches for layer in c.layers for t in (layer.keys, layer.values)]
     return held_bytes(tensors), stored_bits(tensors)
 
 

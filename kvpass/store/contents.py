@@ -19,7 +19,9 @@ from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.dtypes import dtype_name
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
-from kvpass.tensor.chunked import ChunkedKV, another
+from kvpass.ops.ring import ring_runs
+from kvpass.tensor.branches import another
+from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
 
 # What JSON can write by itself.
@@ -102,22 +104,42 @@ def _used(x: PackedKV, field: Field) -> Tensor:
     """The tensor of a field, without room that was made for later steps; rings are whole. Slots
     that hold no token are zero: what was in memory before is nobody's business."""
     tensor: Tensor = getattr(x, field.name)
-    plan = x.plan
-    if plan.window_size is not None or isinstance(x, ChunkedKV):
-        return tensor
-    packed = x.shape[2] if plan.codec.identity else x.row_ends[-2] - plan.sinks
+    if isinstance(x, ChunkedKV):
+        return _used_by_chunks(x, field, tensor)
+    plan, ends = x.plan, x.row_ends
+    packed = ends[-1 if plan.codec.identity else -2]
+    first = 0
+    if plan.window_size is not None:
+        first = max(0, x.written - max(x.shape[2], plan.window_size))
     if field.name == "window":
-        ring, first = tensor.shape[2], packed + plan.sinks
-        held = {t % ring for t in range(first, x.written)}
-        free = torch.tensor([i for i in range(ring) if i not in held], device=tensor.device)
-        return tensor.index_fill(2, free.long(), 0)
-    tokens = {"capacity": packed, "cos_sin": x.written}.get(field.grows or "")
-    if tokens is None:
+        return _only(tensor, 2, max(first, packed), x.written)
+    if field.name == "sinks":
+        return _only(tensor, 2, 0, ends[0])
+    end = {"capacity": packed - plan.sinks, "cos_sin": x.written}.get(field.grows or "")
+    if end is None:
         return tensor
-    room = min(plan.capacity(tokens), field.room(tensor))
-    kept = field.tokens(tensor, 0, room).clone(memory_format=torch.preserve_format)
-    held_groups = -(-tokens // field.group)
-    kept.narrow(field.token_dim, held_groups, kept.shape[field.token_dim] - held_groups).zero_()
+    room = field.room(tensor)
+    room = room if plan.window_size is not None else min(plan.capacity(end), room)
+    kept, group = field.tokens(tensor, 0, room), field.group
+    return _only(kept, field.token_dim, first // group, -(-end // group))
+
+
+def _only(ring: Tensor, dim: int, first: int, end: int) -> Tensor:
+    """A copy of a ring with entries ``first ... end`` only, all others zero."""
+    kept, slots = ring.clone(memory_format=torch.preserve_format), ring.shape[dim]
+    for slot, _, count in ring_runs(end, max(0, slots - (end - first)), slots):
+        kept.narrow(dim, slot, count).zero_()
+    return kept
+
+
+def _used_by_chunks(x: ChunkedKV, field: Field, tensor: Tensor) -> Tensor:
+    """`_used` where each row has as many tokens in a segment as ``segment_ends`` says."""
+    plan, kept = x.plan, tensor.clone(memory_format=torch.preserve_format)
+    for segment in range(len(plan.codecs)):
+        if field.name in plan.segment_fields(segment):
+            for row, count in enumerate(x.segment_ends[:, segment].tolist()):
+                held, entries = -(-count // field.group), kept.shape[field.token_dim]
+                kept[row].narrow(field.token_dim - 1, held, entries - held).zero_()
     return kept
 
 

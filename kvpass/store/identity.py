@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import compile_options, is_subclass
+from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.dtypes import dtype_name
 from kvpass.options import parse_options, planner_digest
+from kvpass.plan import Plan
+from kvpass.recipes.base import Recipe
+from kvpass.recipes.cocktail import Cocktail
 
 # Values of each weight that count.
 _SAMPLES = 1024
@@ -60,14 +64,27 @@ class Identity:
         return None
 
 
-def _plan_digest(model: Any) -> tuple[str | None, str | None]:
-    """`Identity.recipe` and `Identity.plan`."""
+def needs_chunk_bits(model: Any) -> bool:
+    """Whether ``model`` is compiled with a recipe or a plan of which each request chooses bits."""
+    planner = _planner(model)
+    if isinstance(planner, Plan):
+        layers = [planner.default, *planner.layers.values()]
+        return any(isinstance(layer.keys, ChunkedPlan) for layer in layers)
+    return isinstance(planner, Cocktail)
+
+
+def _planner(model: Any) -> Recipe | Plan | None:
+    """What ``model`` is compiled with; None if it is not compiled by kvpass."""
     # Perhaps a part of it is: the model that an adapter is around.
     found = map(compile_options, model.modules())
     options = next((options for options in found if options is not None), None)
-    if options is None:
-        return None, None
-    return planner_digest(parse_options(options).planner)
+    return None if options is None else parse_options(options).planner
+
+
+def _plan_digest(model: Any) -> tuple[str | None, str | None]:
+    """`Identity.recipe` and `Identity.plan`."""
+    planner = _planner(model)
+    return (None, None) if planner is None else planner_digest(planner)
 
 
 def model_digest(model: Any) -> str:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LogitsProcessorList
 from kvpass.errors import CacheFileError, KvpassError, OptionError, check, check_whole, shown
 from kvpass.store.cache_file import layer_kinds, opened, token_ids, write_cache
 from kvpass.store.compression import check_level
-from kvpass.store.identity import Identity
+from kvpass.store.identity import Identity, needs_chunk_bits
 from kvpass.store.index import GROUP, INDEX, Entry, Index, name_of
 from kvpass.store.usage import Clock, StoreStatistics
 
@@ -43,7 +43,9 @@ class PrefixStore:
     Sliding windows and recurrent states cannot be cropped, so that only whole texts are found.
 
     Texts of fewer than 64 tokens are neither stored nor found. A store serves one sequence at a
-    time; models, dtypes and recipes are kept apart, see `kvpass.save_cache`.
+    time: the rows of a batch, packed together, cannot go on from prefixes of different lengths; and
+    no `cocktail`, whose chunks have the bits of one request. Models, dtypes and recipes are kept
+    apart, see `kvpass.save_cache`.
 
     Args:
         folder: made if need be.
@@ -102,7 +104,7 @@ class PrefixStore:
         Raises:
             OptionError: if they are those of several sequences, or the index cannot be read.
         """
-        return self._find(model, Identity.of(model), _sequence(tokens))
+        return self._find(model, _identity(model), _sequence(tokens))
 
     def add(self, model: Any, cache: Any, tokens: Any, *, seconds: float = 0.0) -> bool:
         """Stores ``cache``, of ``tokens``, if ``min_new`` of them are new; whether it did.
@@ -115,7 +117,7 @@ class PrefixStore:
             CacheFileError, OptionError, StaleHandleError: as `kvpass.save_cache`.
         """
         ids = _sequence(tokens)
-        return self._add(model, Identity.of(model), cache, ids, self._min_new, seconds)
+        return self._add(model, _identity(model), cache, ids, self._min_new, seconds)
 
     @torch.no_grad()
     def prefill(self, model: Any, tokens: Any) -> bool:
@@ -129,7 +131,7 @@ class PrefixStore:
         Raises:
             OptionError: if there are fewer, or the cache cannot be stored.
         """
-        ids, identity = _sequence(tokens), Identity.of(model)
+        ids, identity = _sequence(tokens), _identity(model)
         check("tokens", ids.numel(), ids.numel() >= GROUP, f"at least {GROUP} ids")
         if self._file(name_of(identity, ids)).exists():
             return False
@@ -150,7 +152,7 @@ class PrefixStore:
         Args:
             model: as in `kvpass.load_cache`, compiled; its weights must not change meanwhile.
         """
-        identity, before = Identity.of(model), vars(model).get("generate")
+        identity, before = _identity(model), vars(model).get("generate")
         generate = model.generate
 
         def continued(inputs: Any = None, *args: Any, **options: Any) -> Any:
@@ -276,6 +278,21 @@ class PrefixStore:
 def _croppable(kinds: Collection[str]) -> bool:
     """Whether the first tokens of layers of these kinds are of use without the others."""
     return set(kinds) <= _CROPPABLE
+
+
+def _identity(model: Any) -> Identity:
+    """`Identity.of` a model of which caches can be stored.
+
+    Raises:
+        OptionError: if the bits of chunks are those of a request: they would be lost, or fall on
+            other tokens of what is left of its prompt.
+    """
+    if needs_chunk_bits(model):
+        raise OptionError(
+            "A PrefixStore serves no model whose chunks have the bits of a request ('cocktail'): "
+            "what is stored has those of another one. Use another recipe."
+        )
+    return Identity.of(model)
 
 
 def _sequence(tokens: Any) -> Tensor:

@@ -89,16 +89,4 @@ class ChunkedKV(PackedKV):
         return state, max((row[-1] for row in counts), default=0)
 
 
-def another(
-    tensor: Tensor, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
-) -> Tensor:
-    """Another tensor on the same memory, by default of the same shape and strides, and no view:
-    Dynamo would guard its graphs on which inputs are the same tensor, and compile others for a
-    cache whose rows were reordered."""
-    shape, stride = shape or tensor.shape, stride or tensor.stride()
-    with torch.inference_mode(False):
-        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return other.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, stride)
-
-
 torch.serialization.add_safe_globals([ChunkedKV, ChunkedPlan])

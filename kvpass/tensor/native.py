@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,9 @@ from kvpass._torch import is_traced
 from kvpass.errors import CacheStateError
 from kvpass.format.state import State
 from kvpass.ops.library import op_of
+from kvpass.tensor.branches import Branch
 from kvpass.tensor.dispatch import handles
+from kvpass.tensor.fork import branched, shares_crop
 from kvpass.tensor.packed import PackedKV
 
 aten = torch.ops.aten
@@ -34,13 +37,35 @@ def rebuilt(
     return handle
 
 
+@handles(Tensor.__deepcopy__)
+def fork(x: PackedKV, memo: dict[int, Any]) -> PackedKV:
+    """A copy that shares with ``x`` what neither of them replaces, see `kvpass.tensor.branches`."""
+    x.check()
+    forked = branched(x, memo)
+    if forked is None:
+        return rebuilt(x, [copy.deepcopy(tensor, memo) for tensor in x.state])
+    return _branch(x, forked)
+
+
+def _branch(
+    x: PackedKV,
+    forked: tuple[list[Tensor], Branch],
+    length: int | None = None,
+    total: int | None = None,
+) -> PackedKV:
+    state, branch = forked
+    handle = rebuilt(x, state, length, total)
+    handle._line.branch = branch
+    return handle
+
+
 @handles(aten.detach.default, aten.alias.default)
 def same(x: PackedKV) -> PackedKV:
     """Another handle on the same storage, of the same age."""
     if is_traced(x.segment_ends):
         return _traced(x, x.shape[2])
     handle = type(x)(x.state, x.plan, x.shape[2], x.dtype, written=x.written, basis=x.basis)
-    handle._steps, handle._born = x._steps, x._born
+    handle._line, handle._born = x._line, x._born
     return handle
 
 
@@ -139,6 +164,8 @@ def crop(x: PackedKV, first: int, last: int) -> Any:
     # A step sees the last tokens as the plan says: the logical tensor may not be shorter.
     if first and (plan.window_size is None or last - first < min(total, plan.window_size)):
         return NotImplemented
+    if shares_crop(x, total) and (forked := branched(x, {}, total)) is not None:
+        return _branch(x, forked, last - first, total)
     state, written = x.cropped(last, total)
     return rebuilt(x, state.tensors, last - first, written)
 
@@ -230,6 +257,8 @@ def zero_(x: PackedKV) -> PackedKV:
         raise CacheStateError(
             "A cache tensor with calibrated ranges cannot be set to zero in place. Use a new cache."
         )
+    for branch in x.branches:
+        branch.trunk.leave(branch)
     for field in x.plan.layout.own:
         if field.name != "segment_ends":
             getattr(x, field.name).fill_(field.fill or 0)

@@ -16,6 +16,7 @@ from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.library import op_of
+from kvpass.tensor.branches import Line
 from kvpass.tensor.dispatch import HANDLERS, note_decode, write_refused
 from kvpass.tensor.meta import Meta
 from kvpass.tensor.storage import PackedStorage
@@ -50,7 +51,7 @@ class PackedKV(PackedStorage):
         self.plan = plan
         for name, tensor in zip(plan.layout.names, state, strict=True):
             setattr(self, name, tensor.contiguous())
-        self._steps, self._born = [0], 0
+        self._line, self._born = Line(), 0
         self.written = tokens if written is None else written
         self.basis = basis
         return cast(Self, self)
@@ -93,13 +94,14 @@ class PackedKV(PackedStorage):
         ends = inner["segment_ends"]
         self = make_wrapper(cls, outer_size, outer_stride, ends, meta.dtype)
         self.plan, self.basis, self.segment_ends, self._meta = meta.plan, meta.basis, ends, meta
-        self._steps, self._born, self.written = [0], 0, outer_size[2]
+        self._line, self._born, self.written = Line(), 0, outer_size[2]
         return cast(Self, self)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes held, spare room included, and what all layers share."""
-        return sum(t.numel() * t.element_size() for t in self.state)
+        """Bytes held, spare room included, and all that it shares with other layers and with its
+        branches: `held_bytes` of several counts that once."""
+        return sum(t.numel() * t.element_size() for t in self.held)
 
     @property
     def bits_per_element(self) -> float:
@@ -129,9 +131,9 @@ class PackedKV(PackedStorage):
         # attribute would be visible.
         handle.__dict__.update(self.__dict__)
         handle.written += new
-        steps = self._steps
-        steps[0] += 1
-        handle._born = steps[0]
+        line = self._line
+        line.steps += 1
+        handle._born = line.steps
         return handle
 
     def decode(self) -> Tensor:
@@ -158,6 +160,12 @@ class PackedKV(PackedStorage):
         # A view of the decoded tensor, not of this one: torch cannot trace those everywhere.
         note_decode("__getitem__", self)
         return self.decode()[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A branch: it shares the packed tokens that it has in common with this one."""
+        if is_traced(self.segment_ends):
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]
+        return HANDLERS[Tensor.__deepcopy__](self, memo)  # type: ignore[no-any-return]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Refuses to write outside compiled code.
@@ -225,5 +233,5 @@ def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 # torch.load refuses classes that it does not know.
 torch.serialization.add_safe_globals(
-    [PackedKV, TensorPlan, RetentionPolicy, Codec, ChannelOrder, ChannelRotation, Rope]
+    [PackedKV, Line, TensorPlan, RetentionPolicy, Codec, ChannelOrder, ChannelRotation, Rope]
 )

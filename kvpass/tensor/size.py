@@ -11,8 +11,8 @@ from kvpass.tensor.packed import PackedKV
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of all of them, spare room included."""
-    parts = [p for t in tensors for p in (t.state if isinstance(t, PackedKV) else [t])]
+    """Bytes of all of them, spare room included; what layers, or branches, share counts once."""
+    parts = [p for t in tensors for p in (t.held if isinstance(t, PackedKV) else [t])]
     return sum({storage_key(part): part.numel() * part.element_size() for part in parts}.values())
 
 

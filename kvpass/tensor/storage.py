@@ -17,6 +17,7 @@ from kvpass.format.retention import MAX_STEP
 from kvpass.format.state import State, StateTensors
 from kvpass.ops.ring import write_ring
 from kvpass.ops.unpack import read_packed
+from kvpass.tensor.branches import Branch, Line, branch_of
 from kvpass.tensor.meta import Inner, Meta, meta_of
 
 _COMPUTED = dict.fromkeys(("_state", "_meta", "_rooms", "_reserved"))
@@ -33,8 +34,8 @@ class PackedStorage(StateTensors, Tensor):
 
     written: int
     basis: ChannelBasis | None
-    # Shared by all handles on one storage: how many steps have extended it.
-    _steps: list[int]
+    # Shared by all handles on one storage, and the number of its steps when this one was made.
+    _line: Line
     _born: int
     # What is computed of the inner tensors, until one of them is replaced.
     _state: list[Tensor] | None = None
@@ -43,7 +44,12 @@ class PackedStorage(StateTensors, Tensor):
     _reserved: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name not in _COMPUTED}
+        found = {name: x for name, x in self.__dict__.items() if name not in _COMPUTED}
+        if self.branches:
+            self.check()
+            copied = {n: x.clone() for n, x in found.items() if isinstance(x, Tensor)}
+            found |= {**copied, "_line": Line(), "_born": 0}
+        return found
 
     def hold(self, name: str, tensor: Tensor) -> None:
         """Puts ``tensor`` in the place of the inner tensor ``name``."""
@@ -68,7 +74,8 @@ class PackedStorage(StateTensors, Tensor):
     @property
     def rooms(self) -> tuple[int, ...]:
         """How many tokens there is room for in each field that grows."""
-        if self._rooms is None:
+        # That which a branch shares may grow in a step of another one.
+        if self._rooms is None or self._line.branch is not None:
             growing = self.plan.growing.items()
             self._rooms = tuple(getattr(self, name).shape[dim] for name, dim in growing)
         return self._rooms
@@ -93,24 +100,42 @@ class PackedStorage(StateTensors, Tensor):
     @property
     def stale(self) -> bool:
         """Whether a later step has extended the storage."""
-        return self._steps[0] != self._born
+        return self._line.steps != self._born
+
+    @property
+    def branches(self) -> list[Branch]:
+        """What of it shares memory with copies: its own tensors, and those that layers share."""
+        found = (self._line.branch, branch_of(self.__dict__.get("cos_sin")))
+        return [branch for branch in found if branch is not None]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All tensors that are in memory for it."""
+        return [*self.state, *(t for branch in self.branches for t in branch.held)]
 
     def check(self) -> None:
-        """Refuses a handle on storage that a later step has extended.
+        """Refuses a handle on storage that a later step has extended; the tensors of another one
+        hold its tokens from now on, until a branch is used with which it shares them.
 
         Raises:
             StaleHandleError: if this is one.
         """
-        if self._steps[0] != self._born:
+        if self._line.steps != self._born:
             raise StaleHandleError(
                 f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended "
                 "its storage. Use the tensor that the cache holds now, or clone() before the step."
             )
+        if self._line.branch is not None or self.plan.rope is not None:
+            for branch in self.branches:
+                branch.trunk.enter(branch)
 
     @property
     def reserved(self) -> int:
-        """Up to how many `written` tokens a decode step finds room without `reserve`; -1 where each
-        one has to ask."""
+        """Up to how many `written` tokens a decode step needs no `reserve`; -1 where each one
+        does."""
+        if self._line.branch is not None:
+            # What a step replaces is kept for the others.
+            return -1
         if self._reserved is None:
             plan = self.plan
             if plan.room is not None:
@@ -143,6 +168,8 @@ class PackedStorage(StateTensors, Tensor):
                 self.grow("capacity", plan.capacity(after + after // 4))
         else:
             self._reserve_packed(new)
+        if (branch := self._line.branch) is not None:
+            branch.keep(self.written + new)
 
     def _reserve_packed(self, new: int) -> None:
         """`reserve` where no window slides."""
@@ -169,7 +196,12 @@ class PackedStorage(StateTensors, Tensor):
                 self._move(field, tokens, end)
 
     def _move(self, field: Field, tokens: int, end: int | None = None) -> None:
-        self.hold(field.name, field.moved(getattr(self, field.name), tokens, end))
+        tensor = getattr(self, field.name)
+        new = field.moved(tensor, tokens, end)
+        trunks = [b.trunk for b in self.branches if field.name in b.trunk.names]
+        for trunk in trunks:
+            trunk.grow(field.name, new)
+        self.hold(field.name, tensor if trunks else new)
 
     def _ring_end(self, grows: str) -> int | None:
         """The end of the tokens in fields that grow so and are rings; None: they are none."""
@@ -255,6 +287,8 @@ class PackedStorage(StateTensors, Tensor):
         needed = plan.capacity(self.written + new if plan.window_size is None else after)
         if needed > room:
             self.grow("cos_sin", max(needed, plan.capacity(room + room // 4)))
+        if (branch := branch_of(self.cos_sin)) is not None:
+            branch.keep(self.written + new)
 
     def mark_dynamic(self) -> None:
         """Tells Dynamo that the length varies, so that one decode graph serves all of them. That of

@@ -26,6 +26,7 @@ from kvpass.zoo import families
 from tests.cocktail.requests import any_bits
 from tests.harness import compiled, graphs_compiled, run_steps
 from tests.models import prompt, tiny_model
+from tests.strategies import poisoned
 
 ROOT = Path(__file__).parents[2]
 KIVI = recipe("kivi-2bit", group=8, residual=16)
@@ -79,10 +80,12 @@ def test_to_load_and_go_on_is_never_to_have_stopped(
     def check(stop: int, seed: int) -> None:
         ids = prompt(1, PROMPT + STEPS, seed)
         cache = StaticCache(config=model.config, max_cache_len=90) if static else None
-        with cocktail.use(any_bits(1, PROMPT, seed, chunk=32)):
+        with poisoned(), cocktail.use(any_bits(1, PROMPT, seed, chunk=32)):
             _, cache = run_steps(twin, ids[:, : PROMPT + stop], [PROMPT] + [1] * stop, cache=cache)
         read, rest = ids.split([PROMPT + stop, STEPS - stop], dim=1)
         save_cache(cache, path, model=twin, tokens=read)
+        saved = [t for t in load_file(path).values() if t.is_floating_point()]
+        assert all(bool(t.float().isfinite().all()) for t in saved), "unwritten memory"
         wanted, _ = run_steps(twin, rest, [1] * rest.shape[1], cache=cache)
         graphs = graphs_compiled()
         loaded = load_cache(path, twin, tokens=read)

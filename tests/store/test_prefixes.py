@@ -251,5 +251,15 @@ def test_what_a_store_does_not_serve(read: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"The folder '.*file' cannot be used: Not a directory."):
         PrefixStore(tmp_path / "file")
+    batch = prompt(2, 80)
+    for call in (store.find, store.prefill):
+        with pytest.raises(OptionError, match=r"tokens=\(2, 80\) .*: those of one sequence"):
+            call(model, batch)
+    chunked = compiled(tiny_model("llama", layers=1), "cocktail")
+    for call in (store.find, store.prefill):
+        with pytest.raises(OptionError, match="whose chunks have the bits of a request"):
+            call(chunked, text)
+    with pytest.raises(OptionError, match="Use another recipe"), store.use(chunked):
+        pass
     with pytest.raises(OptionError, match="tokens=63 is not supported; allowed: at least 64 ids"):
         store.prefill(model, text[:, :63])
