@@ -103,8 +103,11 @@ class PackedStorage(StateTensors, Tensor):
         return self._line.steps != self._born
 
     @property
-    def branches(self) -> list[Branch]:
+    def branches(self) -> Sequence[Branch]:
         """What of it shares memory with copies: its own tensors, and those that layers share."""
+        # Asked for each tensor in each step.
+        if self._line.branch is None and self.plan.rope is None:
+            return ()
         found = (self._line.branch, branch_of(self.__dict__.get("cos_sin")))
         return [branch for branch in found if branch is not None]
 
@@ -125,9 +128,8 @@ class PackedStorage(StateTensors, Tensor):
                 f"This cache tensor of {self.shape[2]} tokens is stale: a later step has extended "
                 "its storage. Use the tensor that the cache holds now, or clone() before the step."
             )
-        if self._line.branch is not None or self.plan.rope is not None:
-            for branch in self.branches:
-                branch.trunk.enter(branch)
+        for branch in self.branches:
+            branch.trunk.enter(branch)
 
     @property
     def reserved(self) -> int:
