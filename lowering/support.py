@@ -120,6 +120,6 @@ def unsupported_pages(pages: Sequence[Tensor], plan: str) -> str | None:
     for name, tensor in zip((*names, "exact"), (*(t[0] for t in stored), exact), strict=True):
         if not tensor.is_contiguous():
             return f"{name} is not contiguous"
-    if {exact.dtype} != {new.dtype}:
+    if exact.dtype != new.dtype:
         return f"new tokens are {new.dtype}, those in pages {exact.dtype}"
     return None

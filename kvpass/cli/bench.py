@@ -31,13 +31,19 @@ def bench() -> None:
     """Measures speed; every number stands behind a check of its result."""
 
 
+# What `_device_and_dtype` takes.
+_machine = together(
+    click.option("--device", help="cpu or cuda; by default cuda where there is one."),
+    click.option(
+        "--dtype", type=click.Choice(DTYPES), help="By default float32, bfloat16 on a GPU."
+    ),
+    click.option("--threads", type=POSITIVE, help="CPU threads of torch."),
+)
+
+
 def _timing(rounds: int) -> Decorator:
     return together(
-        click.option("--device", help="cpu or cuda; by default cuda where there is one."),
-        click.option(
-            "--dtype", type=click.Choice(DTYPES), help="By default float32 on CPU, else bfloat16."
-        ),
-        click.option("--threads", type=POSITIVE, help="CPU threads of torch."),
+        _machine,
         click.option("--rounds", type=POSITIVE, default=rounds, help="Timed calls of each."),
         click.option("--batch", type=ListOf(click.INT), default="1"),
         recipes(),
@@ -155,9 +161,7 @@ def decode(
 )
 @click.option("--model", default="small", help="As of bench decode, or a model's own weights.")
 @click.option("--prompt", type=click.IntRange(min=2), default=1024, help="Tokens of it.")
-@click.option("--device", help="cpu or cuda; by default cuda where there is one.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="By default float32, bfloat16 on a GPU.")
-@click.option("--threads", type=POSITIVE, help="CPU threads of torch.")
+@_machine
 @recipes()
 @json_file
 def start(model: str, prompt: int, recipes: list[str], json: str | None, **where: Any) -> int:
@@ -195,9 +199,7 @@ def start(model: str, prompt: int, recipes: list[str], json: str | None, **where
 @click.option("--scale", type=float, default=1.0, help="Of ShareGPT's lengths, which are drawn.")
 @click.option("--rate", type=float, help="Requests per second; by default all come at once.")
 @click.option("--batch-tokens", type=POSITIVE, default=512, help="The most of a step.")
-@click.option("--device", help="cpu or cuda; by default cuda where there is one.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="By default float32, bfloat16 on a GPU.")
-@click.option("--threads", type=POSITIVE, help="CPU threads of torch.")
+@_machine
 @recipes()
 @json_file
 def serve(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
 from kvpass.format.parse import parse_plan
@@ -10,23 +12,10 @@ from kvpass.ops.library import define, returns_nothing
 from kvpass.ops.pages import PagedStep, Pages
 
 
-def attention_pages(
-    out: Tensor,
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    step: list[Tensor],
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    softcap: float = 0.0,
-) -> None:
-    """Reference of ``kvpass::attention_pages``.
+class PagedArguments(NamedTuple):
+    """The arguments of ``kvpass::attention_pages``.
 
-    Each of the step's single queries attends to the tokens of its request up to its own, packed as
-    if each of them had had a step of its own. ``kvpass::append_pages`` has packed what is due.
-
-    Args:
+    Attributes:
         out: ``[N, Hq, D]``, contiguous; the rows of the queries are written.
         q: the queries of the batch, ``[1, Hq, N, D]``.
         keys, values: the tensors of a `Pages` each.
@@ -34,18 +23,45 @@ def attention_pages(
         scale, softcap: see `AttentionArguments`.
         k_plan, v_plan: printed `TensorPlan`.
     """
-    of_step, a = PagedStep(*step), AttentionArguments(q, [], [], None, scale, k_plan, v_plan)
-    requests = list(of_step.each())
-    sides = [(Pages.of(x), parse_plan(p)) for x, p in ((keys, k_plan), (values, v_plan))]
-    for number, position in of_step.single.tolist():
+
+    out: Tensor
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    step: list[Tensor]
+    scale: float
+    k_plan: str
+    v_plan: str
+    softcap: float = 0.0
+
+    @property
+    def sides(self) -> tuple[tuple[list[Tensor], str], tuple[list[Tensor], str]]:
+        """Keys and values, each with its plan."""
+        return (self.keys, self.k_plan), (self.values, self.v_plan)
+
+
+def attention_pages(*args: Any) -> None:
+    """Reference of ``kvpass::attention_pages``.
+
+    Each of the step's single queries attends to the tokens of its request up to its own, packed as
+    if each of them had had a step of its own. ``kvpass::append_pages`` has packed what is due.
+
+    Args:
+        args: see `PagedArguments`.
+    """
+    a = PagedArguments(*args)
+    dense = AttentionArguments(a.q, [], [], None, a.scale, a.k_plan, a.v_plan, softcap=a.softcap)
+    step, sides = PagedStep(*a.step), [(Pages.of(x), parse_plan(plan)) for x, plan in a.sides]
+    requests = list(step.each())
+    for number, position in step.single.tolist():
         request = requests[number]
         token = request.first + position - request.past
         k, v = (
             x.upto(plan, request, plan.retention.packed_before(position), position + 1)
             for x, plan in sides
         )
-        query = q[:, :, token : token + 1]
-        out[token] = dense_attention(a._replace(q=query, softcap=softcap), k, v)[0, :, 0]
+        query = a.q[:, :, token : token + 1]
+        a.out[token] = dense_attention(dense._replace(q=query), k, v)[0, :, 0]
 
 
 define(

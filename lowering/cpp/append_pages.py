@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpass.format.parse import parse_plan
+from kvpass.ops.pages import PagedStep
 from lowering.cpp.constants import unsupported_device, unsupported_writing
-from lowering.cpp.library import load_function, pages_source, unsupported_compiler
+from lowering.cpp.library import packed_function, pages_source, unsupported_compiler
 from lowering.cpp.structs import append_pages_struct, pages_numbers, step_numbers
 from lowering.support import dense, unsupported_extras, unsupported_pages
 
@@ -30,18 +31,17 @@ def unsupported_reason(pages: list[Tensor], step: list[Tensor], plan: str) -> st
 
 @cache
 def _function(plan: str, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
-    function = load_function("append_pages", pages_source(plan, dim, dtype))
-    pack = append_pages_struct(plan).pack
-    return lambda *arguments: function(pack(*arguments))
+    text = pages_source(plan, dim, dtype)
+    return packed_function("append_pages", text, append_pages_struct(plan))
 
 
 def append_pages(pages: list[Tensor], step: list[Tensor], plan: str) -> None:
     """As `kvpass.ops.append_pages.append_pages`, for arguments that are supported."""
     *stored, new = pages
-    new = dense(new)
+    new, of_step = dense(new), PagedStep(*step)
     _function(plan, new.shape[3], new.dtype)(
         *pages_numbers([*stored, new], plan, 1),
-        *step_numbers(step),
-        step[0].shape[0],
+        *step_numbers(of_step),
+        of_step.requests.shape[0],
         torch.get_num_threads(),
     )

@@ -20,7 +20,7 @@ from lowering.cpp.constants import (
     unsupported_device,
     unsupported_plan,
 )
-from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
+from lowering.cpp.library import native_lanes, packed_function, source, unsupported_compiler
 from lowering.cpp.structs import (
     TOKENS,
     Struct,
@@ -180,14 +180,13 @@ def attend_segment(
 
 
 @cache
-def _function(*kernel: Any) -> tuple[Callable[..., None], int]:
+def kernel_function(*kernel: Any) -> tuple[Callable[..., None], int]:
     """The function of a `Kernel` with these fields, and the tokens that a sliding window leaves, 0
     for all."""
     made = Kernel(*kernel)
-    function = load_function("attention", made.source)
-    pack = attention_struct(made.k_plan, made.v_plan, made.segment).pack
+    struct = attention_struct(made.k_plan, made.v_plan, made.segment, made.paged)
     window_size = parse_plan(made.k_plan).window_size or 0
-    return lambda *arguments: function(pack(*arguments)), window_size
+    return packed_function("attention", made.source, struct), window_size
 
 
 def _attend(
@@ -216,7 +215,7 @@ def _attend(
     rows = heads // codes.shape[1] * queries
     sides = k_plan, v_plan, k_dim, v_dim, q.dtype
     kernel = *sides, row_size(rows, *sides), bool(more)
-    function, retained = _function(*kernel)
+    function, retained = kernel_function(*kernel)
     function(
         *state_numbers(keys, k_plan, k_dim),
         *state_numbers(values, v_plan, v_dim),

@@ -22,6 +22,7 @@ from lowering.cpp.constants import DTYPES, constants_of
 from lowering.cpp.structs import (
     ROTARY,
     TOKENS,
+    Struct,
     append_pages_struct,
     arguments_name,
     pages_struct,
@@ -123,9 +124,8 @@ def tensor_function(
 ) -> Callable[..., Any]:
     """The function of ``pack``, ``append`` or ``unpack`` on one cache tensor; its arguments are the
     members of the op's struct."""
-    function = load_function(op, tensor_source(plan, dim, dtype, segments))
-    pack = tensor_structs(plan)[op].pack
-    return lambda *arguments: function(pack(*arguments))
+    text = tensor_source(plan, dim, dtype, segments)
+    return packed_function(op, text, tensor_structs(plan)[op])
 
 
 def unsupported_function(
@@ -162,6 +162,12 @@ def load_function(op: str, text: str) -> Callable[[bytes], Any]:
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64 if op in _RESULTS else None
     return function  # type: ignore[no-any-return]
+
+
+def packed_function(op: str, text: str, struct: Struct) -> Callable[..., Any]:
+    """As `load_function`; its arguments are the members of ``struct``."""
+    function, pack = load_function(op, text), struct.pack
+    return lambda *arguments: function(pack(*arguments))
 
 
 def _kind(op: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
+from kvpass.ops.pages import PagedStep
 from lowering.support import row_stride
 
 _CODES = {"int64_t": "q", "double": "d"}
@@ -131,11 +132,10 @@ def pages_numbers(pages: Sequence[Tensor], plan: str, batch: int) -> tuple[int, 
     return *addresses, *numbers, *token_numbers(new), *_calibrated(plan, heads, dim)
 
 
-def step_numbers(step: Sequence[Tensor]) -> tuple[int, ...]:
-    """The members of `REQUESTS` for the tensors of a `kvpass.ops.pages.Step`."""
-    requests, tables, exact_tables, *_ = step
-    addresses = requests.data_ptr(), tables.data_ptr(), exact_tables.data_ptr()
-    return *addresses, tables.shape[1]
+def step_numbers(step: PagedStep) -> tuple[int, ...]:
+    """The members of `REQUESTS` for a step."""
+    addresses = map(Tensor.data_ptr, (step.requests, step.tables, step.exact_tables))
+    return *addresses, step.tables.shape[1]
 
 
 class Positions(NamedTuple):

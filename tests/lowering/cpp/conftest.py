@@ -6,7 +6,7 @@ import pytest
 
 from lowering.cpp import attention, library, linear
 
-CACHES = (attention._function, library.tensor_function, linear._function, linear._source)
+CACHES = (attention.kernel_function, library.tensor_function, linear._function, linear._source)
 
 
 @pytest.fixture(params=[4, 8, 16], ids=lambda n: f"{n}-lanes")
