@@ -22,7 +22,8 @@ from kvpass.options import ready_planner
 from kvpass.oracle import oracle_cache
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe
-from kvpass.serving.pages import BlockPages
+from kvpass.serving.manager import PAGE_SIZE
+from kvpass.serving.pages import BlockPages, aligned
 from kvpass.serving.serve import check_version, serve_packed
 
 PLAIN = "transformers"
@@ -30,8 +31,6 @@ PLAIN = "transformers"
 # are spread about as log-normal numbers with this deviation are.
 _PROMPT, _ANSWER, _SPREAD = 161.0, 338.0, 1.0
 _SHORTEST = 4
-# Tokens of a page of a packed pool.
-_PAGE = 64
 # How far a served token's logit may be below the largest one, in deviations of logits: sums in
 # another order, and in 16 bits codes on the other side of a border, choose between near ones.
 _TOLERANCES = {torch.float32: 0.02, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -181,7 +180,7 @@ def _packed_config(
     """A pool of the memory, which is divided for requests of the mean length."""
     layers = [plan.layer_at(i) for i in range(shape.layers)]
     group = max(layer.keys.codec.token_group for layer in layers)
-    page = -(-_PAGE // group) * group
+    page = aligned(PAGE_SIZE, group)
     pages = BlockPages(layers, shape.kv_heads, shape.head_dim, page, dtype)
     exact = shape.plain_bytes(1, pages.most_exact_pages * page, dtype)
     mean, longest = statistics.mean(r.tokens for r in requests), max(r.tokens for r in requests)

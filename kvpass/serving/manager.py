@@ -26,7 +26,7 @@ from kvpass.serving.pages import aligned
 
 ATTENTION = "kvpass_paged"
 # Tokens of a page, at least, if the user does not say: in longer ones more tokens are exact, too.
-_PAGE_SIZE = 64
+PAGE_SIZE = 64
 # What `_ready` sets in a config: without a batch in flight, and without padding.
 _OFF = {"use_async_batching": False, "use_cuda_graph": False, "max_blocks_per_request": 0}
 
@@ -101,7 +101,7 @@ def _ready(config: ContinuousBatchingConfig | None, group: int) -> ContinuousBat
         OptionError: if it asks for what packed pages do not have.
     """
     if config is None:
-        ready = ContinuousBatchingConfig(page_size=aligned(_PAGE_SIZE, group))
+        ready = ContinuousBatchingConfig(page_size=aligned(PAGE_SIZE, group))
     else:
         ready = copy(config)
     size = ready.page_size
