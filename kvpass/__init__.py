@@ -10,6 +10,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvpass.version import VERSION
+
 if TYPE_CHECKING:
     from kvpass import backend as backend
     from kvpass import cocktail as cocktail
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from kvpass.store.prefixes import PrefixStore as PrefixStore
     from kvpass.tensor.packed import PackedKV as PackedKV
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Imported on first use: TORCH_LOGS="+kvpass" imports this package while torch itself is being
 # imported.

@@ -326,6 +326,22 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def process_group(name: str) -> Any:
+    """The process group of ``torch.distributed`` with this name."""
+    return cast(Any, torch.distributed.distributed_c10d)._resolve_process_group(name)
+
+
+def all_gathered(x: Tensor, size: int, group: str) -> Tensor:
+    """``x`` of all ``size`` processes of the process group with this name, one behind the other
+    along the first dimension: a functional collective, which compiled graphs contain."""
+    # It registers the shapes.
+    import torch.distributed._functional_collectives
+
+    collectives = torch.ops._c10d_functional
+    gathered = collectives.all_gather_into_tensor.default(x.contiguous(), size, group)
+    return cast(Tensor, collectives.wait_tensor.default(gathered))
+
+
 def is_subclass(tensor: Tensor) -> bool:
     """Whether ``tensor`` wraps others, as quantized and distributed ones do."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

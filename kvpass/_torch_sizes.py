@@ -43,6 +43,11 @@ def divides(divisor: int, value: int | torch.SymInt) -> bool:
     return statically_known_true(value % divisor == 0)
 
 
+def at_most(value: int | torch.SymInt, limit: int) -> bool:
+    """Whether ``value`` is no more than ``limit`` in every call. Leaves no guard behind."""
+    return statically_known_true(value <= limit)
+
+
 def symbol_positions(graph: fx.Graph) -> dict[Any, int]:
     """Positions of the placeholders that carry the graph's symbols."""
     examples = [n.meta.get("example_value") for n in graph.find_nodes(op="placeholder")]

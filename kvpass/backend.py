@@ -37,7 +37,7 @@ from kvpass.inspect.explain import describe
 from kvpass.inspect.report import GraphReport, new_report
 from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
-from kvpass.ranks import agreed_ranks
+from kvpass.ranks import agree_to_shard, agreed_ranks
 from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
 from kvpass.rules.diagnostics import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
@@ -86,10 +86,13 @@ def kvpass(
         check_weights(module.graph, examples, planner.calibration.weights)
     replayed = wants_cuda_graphs(mode)
     ranks = agreed_ranks(examples, planner)
+    agree_to_shard(opts.shard, planner)
     with report.timed("find sites"):
         specialize(module.graph)
         sites = find_sites(module.graph)
-        context = Context(module.graph, sites, planner, replayed=replayed, ranks=ranks)
+        context = Context(
+            module.graph, sites, planner, replayed=replayed, ranks=ranks, shard=opts.shard
+        )
     with report.timed("apply rules"):
         biases = large_key_biases(context, examples)
         report.events = rewrite(context, examples)

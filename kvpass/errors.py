@@ -52,6 +52,10 @@ class CacheFileError(KvpassError):
     model."""
 
 
+class RankError(KvpassError):
+    """Another process of a sharded cache does not answer, or not with the same step."""
+
+
 class KernelError(KvpassError):
     """A generated kernel cannot be rendered, compiled or launched."""
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 from kvpass.errors import OptionError, check, check_flag, shown, unknown
+from kvpass.format.shard import Shard
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import DEFAULT, RECIPES, Recipe, overridden, recipe, written_recipe
 from kvpass.recipes.base import calibration_needed
+from kvpass.shards import shard_of
 
 INNER = ("inductor", "eager")
 # Options that are no field of a recipe.
-_OWN = ("inner", "mode", "strict")
+_OWN = ("inner", "mode", "shard", "strict")
 # What `Plan.with_` replaces.
 _OF_PLANS = ("window", "sinks", "qnorm")
 
@@ -29,17 +31,19 @@ class Options:
         strict: raise where a graph cannot be rewritten, instead of running it unchanged.
         inner: what compiles the rewritten graph.
         mode: of Inductor; here because torch.compile takes no mode beside options.
+        shard: the part of every sequence that this process holds; None: all of it.
     """
 
     planner: Recipe | Plan
     strict: bool = False
     inner: Literal["inductor", "eager"] = "inductor"
     mode: str | None = None
+    shard: Shard | None = None
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Reads ``options``: ``recipe``, ``strict``, ``inner``, ``mode``, and fields of the recipe, or
-    those of `Plan.with_` with a plan.
+    """Reads ``options``: ``recipe``, ``strict``, ``inner``, ``mode``, ``shard`` (a process group or
+    a mesh of one dimension), and fields of the recipe, or those of `Plan.with_` with a plan.
 
     Raises:
         OptionError: if a name or value is not allowed.
@@ -48,11 +52,12 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     rest = dict(options or {})
     chosen, strict = rest.pop("recipe", DEFAULT), rest.pop("strict", False)
     inner, mode = rest.pop("inner", "inductor"), rest.pop("mode", None)
+    shard = shard_of(rest.pop("shard", None))
     check("mode", mode, isinstance(mode, str | None), "a mode of Inductor")
     check_flag("strict", strict)
     if not isinstance(inner, str) or inner not in INNER:
         raise OptionError(unknown("inner compiler", inner, INNER))
-    return Options(_planner(chosen, rest), strict, cast(Any, inner), mode)
+    return Options(_planner(chosen, rest), strict, cast(Any, inner), mode, shard)
 
 
 def written_planner(text: str) -> Recipe | Plan:

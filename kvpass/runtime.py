@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import assert_async
-from kvpass.errors import CacheStateError
+from kvpass.errors import CacheStateError, RankError
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.retention import MAX_STEP
 from kvpass.graph.bind.binding import (
@@ -25,9 +25,9 @@ from kvpass.graph.bind.binding import (
     StaticStep,
 )
 from kvpass.inspect.report import GraphReport
-from kvpass.ops.ring import read_ring
 from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
+from kvpass.tensor.sharded import ShardedKV, kind_of
 
 # What is added to hidden scores is below.
 _HIDDEN = -1e4
@@ -73,7 +73,7 @@ class PackedCallable:
         plain = [_changed(buffer, args).clone() for buffer in binding.buffers]
         try:
             results = self._inner(*flat)
-        except BaseException:
+        except BaseException as error:
             for (handle, *_), saved in zip(steps, before, strict=True):
                 handle.undo(saved)
             for static in binding.statics:
@@ -81,6 +81,8 @@ class PackedCallable:
                     args[static.counter].fill_(_written(static, args))
             for buffer, old in zip(binding.buffers, plain, strict=True):
                 _changed(buffer, args).copy_(old)
+            if lost := _lost_rank(error, [args[p] for p in binding.packed]):
+                raise lost from error
             raise
         for static in binding.statics:
             if static.argument is not None:
@@ -186,6 +188,21 @@ class PackedCallable:
         return wrapped
 
 
+def _lost_rank(error: BaseException, handles: Sequence[PackedKV]) -> RankError | None:
+    """What a user is told where a collective has failed; None if none has."""
+    shards = [handle.plan.shard for handle in handles if isinstance(handle, ShardedKV)]
+    # Gloo's errors are no more than that.
+    failed = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+    if not shards or not isinstance(error, RuntimeError) or not failed:
+        return None
+    rank, size = shards[0].rank, shards[0].size
+    return RankError(
+        f"Rank {rank} of the {size} that share this cache got no answer from the others: one has "
+        "failed, or has not made the same call with the same tokens. The step is undone here; its "
+        "tokens on lost ranks are not to be had again, so begin with a new cache on all ranks."
+    )
+
+
 def _parts(binding: Binding, count: int) -> list[_Part]:
     """What the inner graph gets of each of ``count`` arguments."""
     parts: list[_Part] = [None if p in binding.dropped else "itself" for p in range(count)]
@@ -207,7 +224,8 @@ def _fresh(
         assert placed is not None
         return placed.fresh(state, plan, output.dtype, output.basis)
     state += [results[i] for i in output.shared]
-    return PackedKV.of_prompt(state, plan, new, output.dtype, output.basis, output.stored)
+    kind = kind_of(plan)
+    return kind.of_prompt(state, plan, new, output.dtype, output.basis, output.stored)
 
 
 def share_cos_sin(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, int, int]]) -> None:
@@ -218,14 +236,12 @@ def share_cos_sin(handles: Sequence[PackedKV], steps: Sequence[tuple[PackedKV, i
         CacheStateError: if those that they hold differ.
     """
     first, *others = handles
-    end = first.written
-    start = 0 if first.plan.window_size is None else max(0, end - first.plan.window_size)
     for other in others:
         if other.cos_sin is first.cos_sin:
             continue
         # Copies of a cache, or of its rows, are no longer one tensor.
-        held = (read_ring(x.cos_sin, start, end, dim=1) for x in (first, other))
-        if other.written != end or not torch.equal(*held):
+        held = (x.held_cos_sin() for x in (first, other))
+        if other.written != first.written or not torch.equal(*held):
             raise CacheStateError(
                 "The layers of a cache hold other cosines and sines of their positions: they come "
                 "from different texts. Use a new cache."

@@ -20,6 +20,7 @@ from kvpass.ops import append_pages as _append_pages  # noqa: F401
 from kvpass.ops import attention_pages as _attention_pages  # noqa: F401
 from kvpass.ops import length as _length  # noqa: F401
 from kvpass.ops import linear as _linear  # noqa: F401
+from kvpass.ops import shard as _shard  # noqa: F401
 from kvpass.ops.library import FAKES, SCHEMAS
 from lowering.cpp import append as cpp_append
 from lowering.cpp import append_pages as cpp_append_pages
@@ -28,6 +29,7 @@ from lowering.cpp import attention_pages as cpp_attention_pages
 from lowering.cpp import chunks as cpp_chunks
 from lowering.cpp import linear as cpp_linear
 from lowering.cpp import pack as cpp_pack
+from lowering.cpp import shard as cpp_shard
 from lowering.cpp import unpack as cpp_unpack
 from lowering.triton import append, append_attention, attention, chunks, pack, unpack
 
@@ -57,8 +59,9 @@ class Provider:
 
 # Their references read the ends of segments on the host.
 _READ_ENDS = (
-    "append", "append_attention", "append_attention_chunks", "append_pages", "attention",
-    "attention_chunks", "attention_pages", "extend_chunks", "unpack",
+    "append", "append_attention", "append_attention_chunks", "append_pages", "append_shard",
+    "attention", "attention_chunks", "attention_pages", "attention_partial", "extend_chunks",
+    "unpack", "unpack_shard",
 )  # fmt: skip
 
 
@@ -103,6 +106,9 @@ _GENERATED = (
     _cpp("pack", cpp_pack.pack, cpp_pack.unsupported_reason),
     _cpp("unpack", cpp_unpack.unpack, cpp_unpack.unsupported_reason),
     _cpp("linear", cpp_linear.linear, cpp_linear.unsupported_reason),
+    _cpp("attention_partial", cpp_attention.attention_partial, cpp_attention.unsupported_partial),
+    _cpp("append_shard", cpp_shard.append_shard, cpp_shard.unsupported_append),
+    _cpp("pack_shard", cpp_shard.pack_shard, cpp_shard.unsupported_pack),
     _cpp("attention_chunks", cpp_chunks.attention_chunks, cpp_chunks.unsupported_attention),
     _cpp("append_chunks", cpp_chunks.append_chunks, cpp_chunks.unsupported_append),
     _cpp("reorder_chunks", cpp_chunks.reorder_chunks, cpp_chunks.unsupported_reorder),

@@ -181,9 +181,11 @@ def test_errors_of_calibrate(capsys, tmp_path):
 def test_estimate(capsys, tmp_path):
     out = tmp_path / "found.json"
     assert main(["estimate", MODEL, "--recipes", "kivi-2bit,group=64,fp", "--context", "4096",
+                 "--devices", "2", "--link-bandwidth", "1", "--link-latency", "10",
                  "--json", str(out)]) == 0  # fmt: skip
     title, header, *rows = capsys.readouterr().out.splitlines()
-    assert title == "Predicted: llama in bfloat16 on h100, batch 1, 4,096 tokens"
+    told = "Predicted: llama in bfloat16 on h100, batch 1, 4,096 tokens, on each of 2 devices"
+    assert title.startswith(told)
     assert header.startswith("cache")
     assert [r.split()[0] for r in rows[:4]] == ["plain", "fp8", "kivi-2bit,group=64", "fp"]
     content = json.loads(out.read_text())
@@ -191,7 +193,8 @@ def test_estimate(capsys, tmp_path):
     plain, _, kivi, _ = content["results"]
     # Keys and values of 4 layers, 2 heads of 64 channels.
     assert plain["held"] == 4096 * 2 * 4 * 2 * 64 * 2
-    assert kivi["held"] < plain["held"] / 4
+    assert kivi["held"] < plain["held"] / 8
+    assert kivi["link"]["start"] == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -199,6 +202,7 @@ def test_estimate(capsys, tmp_path):
     [
         ("llama-3.1-8b --device h1000", "Unknown device 'h1000'. Did you mean 'h100'"),
         ("llama-3.1-8b --memory 16GiB", "Another device needs both --memory and --bandwidth."),
+        ("llama-3.1-8b --link-latency 9", "Another link needs both --link-bandwidth and --link-l"),
         ("llama-3.1-8b --memory much --bandwidth 1", "Size 'much' cannot be read; allowed: e.g."),
         ("llama-3.1-8b --recipes kivi", "Unknown recipe 'kivi'. Did you mean"),
         ("llama-3.1-8b --context 0", "context=0 is not supported"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from examples import (
     plot_peak_memory,
     prefilled_documents,
     quickstart,
+    resumed_chat,
     rotation_ablation,
     skvq_ablation,
 )
@@ -86,6 +88,15 @@ def test_documents_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "from the store first token after " in said
     assert "4 of 4 prompts had a stored prefix" in said
     assert len(list(tmp_path.glob("*.prefix"))) == 2
+
+
+def test_a_restarted_chat_reads_what_is_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resumed_chat.main(["--tokens", "200", "--inner", "eager", "--folder", str(tmp_path)])
+    first, _, second, _ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"(\d+) tokens, \1 of them read now", first)
+    assert int(second.split(" tokens, ")[1].split()[0]) < 20
 
 
 def test_the_ablation_adds_one_part_at_a_time() -> None:

@@ -53,7 +53,9 @@ def test_recipe_objects_and_plans():
     assert changed.default.keys.retention == RetentionPolicy(64, 128, 4)
 
 
-FIELDS = "before_rope, bits, group, inner, key_bits, mode, recipe, residual, strict, value_bits"
+FIELDS = (
+    "before_rope, bits, group, inner, key_bits, mode, recipe, residual, shard, strict, value_bits"
+)
 KNOWN = f"Allowed: {FIELDS}."
 REFUSED = [
     (
@@ -74,7 +76,7 @@ REFUSED = [
     ({"zz": 1}, f"Unknown option 'zz'. {KNOWN}"),
     (
         {"recipe": "fp", "bits": 2},
-        "Unknown option 'bits'. Allowed: before_rope, inner, mode, recipe, strict.",
+        "Unknown option 'bits'. Allowed: before_rope, inner, mode, recipe, shard, strict.",
     ),
     ({"strict": 1}, "strict=1 is not supported; allowed: True, False."),
     (
@@ -84,7 +86,7 @@ REFUSED = [
     (
         {"recipe": Plan(), "bits": 2, "group": 8},
         "A Plan is made for what it says of bits, group: make another one, or calibrate again; "
-        "allowed with a Plan: window, sinks, qnorm, inner, mode, strict.",
+        "allowed with a Plan: window, sinks, qnorm, inner, mode, shard, strict.",
     ),
     (
         {"recipe": Plan(), "sinks": -1},

@@ -81,7 +81,7 @@ class Layout:
         codebook: numbers from -1 to 1 that codes stand for; empty if they are evenly spaced.
         midpoints: numbers between which codes change when tokens are encoded.
         rope: first channel, and the one behind the last, that a rotary embedding rotates when keys
-            are read; those a half apart are pairs.
+            are read, and whether pairs are neighbours; else they are a half apart.
         state: the names of the tensors that kernels get, in their order.
         extras: names and counts of what is stored of each token beside words and qparams.
         segment: number and count, where the tokens are one of several segments of a sequence, each
@@ -103,7 +103,7 @@ class Layout:
     outliers: int = 0
     codebook: tuple[float, ...] = ()
     midpoints: tuple[float, ...] = ()
-    rope: tuple[int, int] | None = None
+    rope: tuple[int, int, bool] | None = None
     state: tuple[str, ...] = field(default=("codes", "segment_ends"), repr=False)
     extras: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     segment: tuple[int, int] | None = None
@@ -296,13 +296,20 @@ class Layout:
 
     @property
     def rotary_pairs(self) -> tuple[tuple[Block, Block], ...]:
-        """Pairs of blocks whose channels a rotary embedding rotates together."""
-        if self.rope is None:
+        """Pairs of blocks whose channels a rotary embedding rotates together, lane by lane."""
+        if self.rope is None or self.rope[2]:
             return ()
         start, half = self.rope[0], (self.rope[1] - self.rope[0]) // 2
         by_channel = {b.channel: b for b in self.blocks}
         first = (b for b in self.blocks if start <= b.channel < start + half)
         return tuple((b, by_channel[b.channel + half]) for b in first)
+
+    def rotated_lanes(self, block: Block) -> range:
+        """The lanes of a block that a rotary embedding of neighbours rotates."""
+        if self.rope is None or not self.rope[2]:
+            return range(0)
+        first, last = self.rope[0] - block.channel, self.rope[1] - block.channel
+        return range(max(first, 0), max(min(last, block.width), 0))
 
     def unsupported_reason(self) -> str | None:
         """Why the kernels cannot work on this layout, or None."""
@@ -332,8 +339,11 @@ class Layout:
                 f"kernels need {_MIN_BLOCK}"
             )
         if self.rope is not None:
-            start, stop = self.rope
-            if self.lanewise or start % self.width or (stop - start) // 2 % self.width:
+            start, stop, neighbours = self.rope
+            if neighbours:
+                if start % 2 or self.width % 2:
+                    return f"neighbours from channel {start} on do not share {self.width} words"
+            elif self.lanewise or start % self.width or (stop - start) // 2 % self.width:
                 return (
                     f"pairs of channels {start} ... {stop} that a rotary embedding rotates do not "
                     f"lie in the same lanes of {self.width} words"

@@ -51,7 +51,8 @@ from kvpass.runtime import PackedCallable
 # Heads of an 8B Llama, and fewer of them.
 HEAD_DIM = 128
 _SHAPE = Shape(2, 512, 256, 4, 2, HEAD_DIM, 128)
-_PROMPT, _ROOM, _STEPS = 300, 512, 2
+# Tokens of a prompt and of each step, and those that a static cache has room for.
+_LENGTHS, _ROOM = (300, 1, 1), 512
 # Ops whose references read lengths on the host.
 _WAITING = tuple(f"{op} by aten" for op in ("append", "append_attention", "attention", "unpack"))
 # What keeps tensors of a device: those of this one must not be met again.
@@ -140,7 +141,7 @@ def dry_run(route: Route) -> list[GraphFindings]:
             model.compile(backend="kvpass", options=options)
             static = route.cache == "static"
             cache = StaticCache(config, _ROOM) if static else DynamicCache(config=config)
-            for length in (_PROMPT, *[1] * _STEPS):
+            for length in _LENGTHS:
                 ids = torch.zeros(route.batch, length, dtype=torch.int64)
                 model(ids, past_key_values=cache, use_cache=True)
         found = [r for r in reports() if r.index >= first]

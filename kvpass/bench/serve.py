@@ -22,8 +22,8 @@ from kvpass.options import ready_planner
 from kvpass.oracle import oracle_cache
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe
-from kvpass.serving.manager import PAGE_SIZE
-from kvpass.serving.pages import BlockPages, aligned
+from kvpass.serving.manager import default_page_size
+from kvpass.serving.pages import BlockPages
 from kvpass.serving.serve import check_version, serve_packed
 
 PLAIN = "transformers"
@@ -157,8 +157,10 @@ def bench_serve(model: Any, setting: ServeSetting, recipes: Sequence[str]) -> li
         plan = planner.plan(model.config) if isinstance(planner, Recipe) else planner
         pool = _packed_config(plan, setting, requests, shape, model.dtype)
         serve_packed(model, planner)
-        found, answers = _serve(model, f"kvpass {name}", pool, setting, requests)
-        del model.init_continuous_batching
+        try:
+            found, answers = _serve(model, f"kvpass {name}", pool, setting, requests)
+        finally:
+            del model.init_continuous_batching
         served.append((found, answers))
         _judge(found, model, requests[checked], answers[checked], plan)
     return [found for found, _ in served]
@@ -179,8 +181,7 @@ def _packed_config(
 ) -> ContinuousBatchingConfig:
     """A pool of the memory, which is divided for requests of the mean length."""
     layers = [plan.layer_at(i) for i in range(shape.layers)]
-    group = max(layer.keys.codec.token_group for layer in layers)
-    page = aligned(PAGE_SIZE, group)
+    page = default_page_size(layers)
     pages = BlockPages(layers, shape.kv_heads, shape.head_dim, page, dtype)
     exact = shape.plain_bytes(1, pages.most_exact_pages * page, dtype)
     mean, longest = statistics.mean(r.tokens for r in requests), max(r.tokens for r in requests)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from kvpass.cli import bench, calibrate, estimate, evaluate, explain, kernels, run, warm, zoo
+from kvpass.cli import bench, calibrate, estimate, evaluate, explain, kernels, run, serve, warm, zoo
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
@@ -32,6 +32,7 @@ for command in (
     kernels.kernels,
     calibrate.profile,
     run.run,
+    serve.serve,
     warm.warm,
     zoo.zoo,
 ):

@@ -11,6 +11,7 @@ from kvpass.cli.output import show
 
 if TYPE_CHECKING:
     from kvpass.estimate.devices import Device
+    from kvpass.estimate.links import Link
 
 _RECIPES = "kivi-4bit,kivi-2bit,kvmix,cocktail,kvquant-nuq3-1%,skvq-k2v2,auto"
 
@@ -28,6 +29,10 @@ _RECIPES = "kivi-4bit,kivi-2bit,kvmix,cocktail,kvquant-nuq3-1%,skvq-k2v2,auto"
 @click.option("--bandwidth", type=float, help="Of its memory, GB/s.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), default="bfloat16")
 @click.option("--efficiency", type=float, default=0.8, help="Share of the bandwidth reached.")
+@click.option("--devices", type=int, default=1, help="Of which each holds a part of a sequence.")
+@click.option("--link", default="nvlink4", help="Between them, by name; an unknown one lists them.")
+@click.option("--link-bandwidth", type=float, help="Of another link, GB/s in one direction.")
+@click.option("--link-latency", type=float, help="Of a collective over it, microseconds.")
 @json_file
 def estimate(
     model: str,
@@ -39,6 +44,10 @@ def estimate(
     bandwidth: float | None,
     dtype: str,
     efficiency: float,
+    devices: int,
+    link: str,
+    link_bandwidth: float | None,
+    link_latency: float | None,
     json: str | None,
 ) -> None:
     """Predicts what caches of MODEL hold and how long decode steps take, from its config alone: a
@@ -60,6 +69,8 @@ def estimate(
         context=context,
         dtype=getattr(torch, dtype),
         efficiency=efficiency,
+        devices=devices,
+        link=_link(link, link_bandwidth, link_latency),
     )
     found = predict(setting, named(recipes))
     show(estimate_section(setting, found))
@@ -75,3 +86,14 @@ def _device(name: str, memory: str | None, bandwidth: float | None) -> Device:
     if memory is None or bandwidth is None:
         raise OptionError("Another device needs both --memory and --bandwidth.")
     return Device("another device", parse_bytes(memory), bandwidth * 1e9)
+
+
+def _link(name: str, bandwidth: float | None, latency: float | None) -> Link:
+    from kvpass.errors import OptionError
+    from kvpass.estimate.links import Link, known_link
+
+    if bandwidth is None and latency is None:
+        return known_link(name)
+    if bandwidth is None or latency is None:
+        raise OptionError("Another link needs both --link-bandwidth and --link-latency.")
+    return Link("another link", bandwidth * 1e9, latency / 1e6)

@@ -14,11 +14,15 @@ from kvpass.errors import PlanError
 from kvpass.estimate.shapes import LayerShape, ModelShape
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.rope import Rope
+from kvpass.format.shard import WHOLE, Shard
+from kvpass.format.sharded_plan import ShardedPlan
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops.shard import own_prompt
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import Recipe
 from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
+from kvpass.tensor.sharded import ShardedKV, kind_of
 from kvpass.tensor.size import stored_bits
 
 # Fields that all layers share, by their window, name and sizes.
@@ -43,13 +47,19 @@ class CachedTensor:
             return x if self.window is None else x[:, :, -self.window :]
         x = x[:, :, plan.skipped(tokens) :]
         kept, ends = x.shape[2], _segment_ends(plan, x.shape[2])
-        if isinstance(plan, ChunkedPlan):
-            sizes = plan.chunk_sizes(x.shape, [plan.capacity(count) for count in ends])
+        if isinstance(plan, ShardedPlan):
+            sizes, held = dict[str, int](), plan.shard.own(kept)
+            made = own_prompt(plan, x)
+            fields, ends = made.state.tensors, made.ends
         else:
-            sizes = plan.sizes(x.shape, plan.packed(kept))
-            # Each sequence has positions of its own where `generate` counts them.
-            sizes |= {"rows": batch, "cos_sin": plan.capacity(kept)}
-        state = {field.name: field.empty(x, sizes) for field in plan.layout.own}
+            if isinstance(plan, ChunkedPlan):
+                sizes = plan.chunk_sizes(x.shape, [plan.capacity(count) for count in ends])
+            else:
+                sizes = plan.sizes(x.shape, plan.packed(kept))
+            fields, held = [field.empty(x, sizes) for field in plan.layout.own], kept
+        # Each sequence has positions of its own where `generate` counts them.
+        sizes |= {"rows": batch, "cos_sin": plan.capacity(held)}
+        state = dict(zip(plan.layout.own_names, fields, strict=True))
         # Real numbers: bits are counted by them.
         state["segment_ends"] = torch.tensor(ends, dtype=torch.int32).expand(batch, -1)
         for field in plan.layout.shared:
@@ -57,7 +67,7 @@ class CachedTensor:
             state[field.name] = shared.setdefault(key, field.empty(x, sizes))
         if isinstance(plan, ChunkedPlan):
             return ChunkedKV(list(state.values()), plan, tokens, dtype, written=ends[-1])
-        return PackedKV.of_prompt(list(state.values()), plan, tokens, dtype)
+        return kind_of(plan).of_prompt(list(state.values()), plan, tokens, dtype)
 
 
 def _segment_ends(plan: TensorPlan, tokens: int) -> list[int]:
@@ -90,17 +100,20 @@ class ModelCache:
         return ModelCache(_counted(shape, {}), shape.state_bytes, dtype)
 
     @staticmethod
-    def packed(shape: ModelShape, planner: Recipe | Plan, dtype: torch.dtype) -> ModelCache:
-        """Keys and values as a recipe, or a plan for this model, says.
+    def packed(
+        shape: ModelShape, planner: Recipe | Plan, dtype: torch.dtype, shard: Shard = WHOLE
+    ) -> ModelCache:
+        """Keys and values as a recipe, or a plan for this model, says; of layers without a sliding
+        window the part ``shard``.
 
         Raises:
-            PlanError: if it does not fit the model.
+            PlanError: if it does not fit the model, or cannot be spread over devices.
         """
         plan = planner
         if isinstance(plan, Recipe):
             sizes = {str(i): (x.heads, x.key_dim, x.value_dim) for i, x in shape.layers.items()}
             plan = plan.sized(sizes)
-        layers = {i: _layer_plan(plan, i, layer) for i, layer in shape.layers.items()}
+        layers = {i: _layer_plan(plan, i, layer, shard) for i, layer in shape.layers.items()}
         return ModelCache(_counted(shape, layers), shape.state_bytes, dtype)
 
     def nbytes(self, batch: int, tokens: int) -> int:
@@ -120,7 +133,8 @@ class ModelCache:
         shared: Shared = {}
         tensors: list[Tensor] = []
         for kind, count in self.tensors.items():
-            tensors += [kind.tensor(batch, tokens, self.dtype, shared)] * count
+            tensor = kind.tensor(batch, tokens, self.dtype, shared)
+            tensors += [tensor.part if isinstance(tensor, ShardedKV) else tensor] * count
         bits = stored_bits(tensors)
         return bits, bits * sum(t.numel() for t in tensors) / 8 + batch * self.state_bytes
 
@@ -153,7 +167,7 @@ def _counted(shape: ModelShape, plans: Mapping[int, LayerPlan]) -> Counter[Cache
     return found
 
 
-def _layer_plan(plan: Plan, number: int, layer: LayerShape) -> LayerPlan:
+def _layer_plan(plan: Plan, number: int, layer: LayerShape, shard: Shard) -> LayerPlan:
     """How a layer is stored: as the rules store it that rewrite its cache."""
     path = str(number)
     found = plan.layer_at(number)
@@ -167,5 +181,8 @@ def _layer_plan(plan: Plan, number: int, layer: LayerShape) -> LayerPlan:
         found = replace(found, keys=replace(found.keys, rope=Rope("halves", 0, layer.rope)))
     if layer.window is not None:
         keys, values = (p.sliding(layer.window) for p in (found.keys, found.values))
+        found = replace(found, keys=keys, values=values)
+    elif shard != WHOLE:
+        keys, values = (ShardedPlan.of(p, shard) for p in (found.keys, found.values))
         found = replace(found, keys=keys, values=values)
     return found

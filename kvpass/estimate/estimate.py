@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from kvpass.bench.plans import EXACT, FEWEST
 from kvpass.errors import PlanError, check, check_choice, check_whole, is_number
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.devices import Device
+from kvpass.estimate.links import LINKS, Link, gathered
 from kvpass.estimate.shapes import ModelShape, model_shape
+from kvpass.format.shard import WHOLE, Shard
 from kvpass.options import written_planner
 
 PLAIN, FP8 = "plain", "fp8"
@@ -35,6 +38,9 @@ class Setting:
         dtype: of weights, of the plain cache and of exact tokens.
         efficiency: the share of the device's bandwidth, and of its peak throughput, that a step
             reaches. 1 is a bound that no kernel exceeds.
+        devices: how many hold a part of every sequence each, see `kvpass.format.sharded_plan`. All
+            of them run the whole model.
+        link: what connects them.
 
     Raises:
         OptionError: if a value is not allowed.
@@ -46,6 +52,8 @@ class Setting:
     context: int = 32768
     dtype: torch.dtype = torch.bfloat16
     efficiency: float = 0.8
+    devices: int = 1
+    link: Link = LINKS["nvlink4"]
 
     def __post_init__(self) -> None:
         check_whole("batch", self.batch, 1)
@@ -53,11 +61,17 @@ class Setting:
         check_choice("dtype", self.dtype, (torch.bfloat16, torch.float16))
         fits = is_number(self.efficiency) and 0 < self.efficiency <= 1
         check("efficiency", self.efficiency, fits, "above 0, at most 1")
+        check_whole("devices", self.devices, 1)
+
+    @property
+    def shard(self) -> Shard:
+        """The part of the first device: none holds more."""
+        return WHOLE if self.devices == 1 else Shard(0, self.devices, WHOLE.group)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is predicted of one way to cache.
+    """What is predicted of one way to cache; of several devices that share every sequence, for one.
 
     Attributes:
         name: "plain", "fp8" (every element in 8 bits, scales not counted), a recipe, or the file of
@@ -66,9 +80,14 @@ class Estimate:
         held: bytes of the cache right after the prompt.
         bits: that store one element.
         read: bytes that a decode step reads, of weights and cache.
-        ms: of a decode step, if it reaches the setting's efficiency.
+        ms: of a decode step, if it reaches the setting's efficiency; with what the link takes.
         compute_bound: whether operations take longer than reading.
         tokens_per_s: of all sequences.
+        gathers: of a decode step, one after the other; 0 where each device holds all.
+        sent: bytes that the device gives to all of them.
+        link_ms: how long they take.
+        layer: bytes of one layer's keys and values as they are, of all tokens: a prompt that is
+            read in parts needs them beside the cache, one layer after the other.
         context: the largest at this batch, in tokens, that fits beside the weights; None: any.
         batch: the largest at this context; None: any.
         below_plain, below_fp8: from how many tokens on, at this batch, the cache is smaller than
@@ -85,6 +104,10 @@ class Estimate:
     ms: float = 0.0
     compute_bound: bool = False
     tokens_per_s: float = 0.0
+    gathers: int = 0
+    sent: int = 0
+    link_ms: float = 0.0
+    layer: int = 0
     context: int | None = 0
     batch: int | None = 0
     below_plain: int | None = 0
@@ -94,7 +117,8 @@ class Estimate:
 
 
 def estimate(setting: Setting, names: Sequence[str]) -> list[Estimate]:
-    """Estimates of the plain cache, of one in 8 bits, and of each recipe or file of a plan.
+    """Estimates of the plain cache, of one in 8 bits, and of each recipe or file of a plan. On
+    several devices the first two stay whole on each.
 
     Raises:
         OptionError: if a name is not known, or the config does not say what the model caches.
@@ -104,23 +128,22 @@ def estimate(setting: Setting, names: Sequence[str]) -> list[Estimate]:
     shape = model_shape(setting.config, setting.dtype)
     plain = ModelCache.plain(shape, setting.dtype)
     fp8 = ModelCache.plain(shape, torch.float8_e4m3fn)
-    found = [
-        _estimate(name, cache, setting, shape, plain, fp8)
-        for name, cache in ((PLAIN, plain), (FP8, fp8))
-    ]
+    compare = partial(_estimate, setting=setting, shape=shape, plain=plain, fp8=fp8)
+    found = [compare(name, cache, shard=WHOLE) for name, cache in ((PLAIN, plain), (FP8, fp8))]
     for name, way in planners.items():
         try:
-            cache = ModelCache.packed(shape, way, setting.dtype)
+            cache = ModelCache.packed(shape, way, setting.dtype, setting.shard)
         except PlanError as error:
             found.append(Estimate(name, problem=str(error)))
         else:
-            found.append(_estimate(name, cache, setting, shape, plain, fp8))
+            found.append(compare(name, cache, shard=setting.shard))
     return found
 
 
 def _estimate(
     name: str,
     cache: ModelCache,
+    shard: Shard,
     setting: Setting,
     shape: ModelShape,
     plain: ModelCache,
@@ -130,9 +153,11 @@ def _estimate(
     bits, cached = cache.stored(batch, context)
     read = shape.read_weights(batch) + cached
     moving = read / device.bandwidth / setting.efficiency
-    flops = 0.0 if device.flops is None else shape.flops(batch, context) / device.flops
+    flops = 0.0 if device.flops is None else shape.flops(batch, context, shard) / device.flops
     computing = flops / setting.efficiency
-    seconds = max(moving, computing)
+    sent = gathered(shape, batch, context, setting.dtype, shard) if shard != WHOLE else []
+    sending = sum(setting.link.seconds(nbytes, shard.size) for nbytes in sent)
+    seconds = max(moving, computing) + sending
     budget = device.memory - shape.weights
     return Estimate(
         name,
@@ -143,6 +168,10 @@ def _estimate(
         ms=1e3 * seconds,
         compute_bound=computing > moving,
         tokens_per_s=batch / seconds,
+        gathers=len(sent),
+        sent=sum(sent),
+        link_ms=1e3 * sending,
+        layer=batch * context * shape.largest_layer * setting.dtype.itemsize,
         context=_largest(lambda n: cache.nbytes(batch, n), budget),
         batch=_largest(lambda n: cache.nbytes(n, context), budget),
         below_plain=break_even(cache, plain, batch),

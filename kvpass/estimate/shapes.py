@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from kvpass.errors import OptionError, cut
+from kvpass.format.shard import WHOLE, Shard
 
 # Tokens of the prompt that shows the shapes.
 _TOKENS = 4
@@ -65,17 +66,24 @@ class ModelShape:
     share: float
     itemsize: int
 
+    @property
+    def largest_layer(self) -> int:
+        """Elements of the keys and values of a token, in the layer that has most."""
+        every = self.layers.values()
+        return max(x.heads * (x.key_dim + x.value_dim) for x in every)
+
     def read_weights(self, batch: int) -> float:
         """Bytes of weights that a decode step reads: those of embeddings are not, those of experts
         as far as ``batch`` tokens choose them, each independently and evenly."""
         chosen = 1 - (1 - self.share) ** batch
         return self.itemsize * (self.matrices + chosen * self.experts)
 
-    def flops(self, batch: int, tokens: int) -> float:
-        """Operations of a decode step at that context, those of recurrent states not counted."""
+    def flops(self, batch: int, tokens: int, shard: Shard = WHOLE) -> float:
+        """Operations of a decode step at that context on a device with this part of it, those of
+        recurrent states not counted."""
         found = 2.0 * batch * (self.matrices + self.share * self.experts)
         for layer in self.layers.values():
-            kept = tokens if layer.window is None else min(tokens, layer.window)
+            kept = shard.own(tokens) if layer.window is None else min(tokens, layer.window)
             found += 2.0 * batch * self.query_heads * kept * (layer.key_dim + layer.value_dim)
         return found
 

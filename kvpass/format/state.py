@@ -89,8 +89,8 @@ class State(StateTensors):
         return self.plan.length(self.segment_ends[row].tolist())
 
 
-def empty_state(new: Tensor, plan: TensorPlan, tokens: int) -> State:
+def empty_state(new: Tensor, plan: TensorPlan, tokens: int, **sizes: int) -> State:
     """Unwritten state with room for ``tokens`` packed tokens shaped like ``new`` ``[B, H, T, D]``,
-    without what all layers share."""
-    sizes = plan.sizes(new.shape, tokens)
+    without what all layers share; ``sizes`` are given instead of those of the plan."""
+    sizes = plan.sizes(new.shape, tokens) | sizes
     return State([f.empty(new, sizes) for f in plan.layout.own], plan)

@@ -228,7 +228,9 @@ class TensorPlan:
             numerator, denominator = self.retention.ratio
             settled = -(-(pack_every + MAX_STEP) * denominator // (denominator - numerator))
             window = self.retention.stay(torch.sym_max(tokens, settled)) + MAX_STEP
-        return window + pack_every + MAX_STEP - 1
+            return window + pack_every + MAX_STEP - 1
+        # Whole pages of memory, where a step's slots of all heads are.
+        return -(-(window + pack_every - 1) // MAX_STEP) * MAX_STEP + MAX_STEP
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -45,6 +45,12 @@ def append(
             for kernels that cannot keep a tensor of them.
     """
     s, new = State.of(state, plan), rotated(new, cos_sin, rope)
+    join(s, new)
+
+
+def join(s: State, new: Tensor, packed_end: int | None = None) -> None:
+    """`append` to a state by its names; ``packed_end``: where packed tokens then end, by default as
+    the plan says."""
     p, n, ends = s.plan, new.shape[2], s.segment_ends
     if p.codec.identity:
         (total,) = s.row_ends
@@ -54,19 +60,21 @@ def append(
     if p.sinks:
         new = fill_sinks(s, s.row_ends[-1], new)
     *_, packed, total = s.row_ends
-    if n <= MAX_STEP:
-        due = p.retention.due(total - packed, packed - p.sinks)
-        oldest = read_ring(s.window, packed, packed + due)
+    if packed_end is None:
+        seen = total if n <= MAX_STEP else total + new.shape[2]
+        packed_end = packed + p.retention.due(seen - packed, packed - p.sinks)
+    due = packed_end - packed
+    if packed_end <= total:
+        oldest = read_ring(s.window, packed, packed_end)
         start, rest = total, new
     else:
         tail = torch.cat([read_ring(s.window, packed, total), new], dim=2)
-        due = p.retention.due(tail.shape[2], packed - p.sinks)
         oldest = tail[:, :, :due]
-        start, rest = packed + due, tail[:, :, due:]
+        start, rest = packed_end, tail[:, :, due:]
     if due:
         write_packed(s, packed, oldest)
         # Before the window is written: an interrupt in between must not lose what was packed.
-        ends[:, -2] = packed + due
+        ends[:, -2] = packed_end
     write_ring(s.window, start, rest)
     ends[:, -1] = total + new.shape[2]
 

@@ -88,35 +88,46 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
         ``[B, Hq, n, Dv]``, contiguous, in the dtype of ``q``.
     """
     a = AttentionArguments(*args, **kwargs)
+    return dense_attention(a, *decoded(a))
+
+
+def decoded(a: AttentionArguments) -> list[Tensor]:
+    """The visible keys and values, plain ``[B, H, L, D]``."""
     n, dtype = a.q.shape[2], a.q.dtype
-    return dense_attention(a, *(_dense(state, n, dtype) for state in a.states))
+    return [_dense(state, n, dtype) for state in a.states]
 
 
 def dense_attention(a: AttentionArguments, k: Tensor, v: Tensor) -> Tensor:
-    """`attention` over plain keys and values ``[B, H, L, D]``.
-
-    The query heads that share a KV head are laid out as rows of one matrix; torch's ``enable_gqa``
-    would copy keys and values once per query head.
-    """
-    b, heads, n, d = a.q.shape
-    kv_heads, groups = k.shape[1], heads // k.shape[1]
-    q = a.q.reshape(b, kv_heads, groups * n, d)
-    mask = _bounded(a, k.shape[2])
-    if mask is not None:
-        mask = mask_rows(mask, kv_heads, groups, n)
+    """`attention` over plain keys and values ``[B, H, L, D]``."""
+    b, heads, n, _ = a.q.shape
+    q, mask, sinks = grouped_query(a, *k.shape[1:3])
     # SDPA takes no mask of higher precision than the query's (ALiBi in float32, say).
     wide = mask is not None and mask.dtype not in (torch.bool, q.dtype)
     if a.softcap or a.sinks is not None or wide:
         # What SDPA has no arguments for; in float32.
-        sinks = a.sinks
-        if sinks is not None:
-            sinks = sinks.view(1, -1, 1, 1).expand(b, -1, n, 1).reshape(b, kv_heads, groups * n, 1)
         scores = q.float() @ k.float().transpose(2, 3) * a.scale
         weights = attention_weights(scores, mask, a.softcap, sinks)
         out = (weights @ v.float()).to(q.dtype)
     else:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale)
     return out.reshape(b, heads, n, v.shape[3]).contiguous()
+
+
+def grouped_query(
+    a: AttentionArguments, kv_heads: int, length: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The query, the mask of ``length`` tokens and the sinks, with the query heads that share a KV
+    head as rows of one matrix; torch's ``enable_gqa`` would copy keys and values once per query
+    head."""
+    b, heads, n, d = a.q.shape
+    groups = heads // kv_heads
+    rows = b, kv_heads, groups * n
+    mask, sinks = _bounded(a, length), a.sinks
+    if mask is not None:
+        mask = mask_rows(mask, kv_heads, groups, n)
+    if sinks is not None:
+        sinks = sinks.view(1, -1, 1, 1).expand(b, -1, n, 1).reshape(*rows, 1)
+    return a.q.reshape(*rows, d), mask, sinks
 
 
 def _dense(state: State, n: int, dtype: torch.dtype) -> Tensor:
@@ -150,14 +161,20 @@ def attention_weights(
     """Softmax of scores ``[B, H, rows, T]``, which are capped and masked before; ``sinks`` are one
     more score ``[B, H, rows, 1]`` for each row. See `AttentionArguments`."""
     tokens = scores.shape[3]
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        hidden = mask.dtype == torch.bool
-        scores = scores.masked_fill(~mask, -torch.inf) if hidden else scores + mask
+    scores = attention_scores(scores, mask, softcap)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores)], dim=3)
     return torch.softmax(scores, dim=3)[..., :tokens]
+
+
+def attention_scores(scores: Tensor, mask: Tensor | None, softcap: float) -> Tensor:
+    """Scores ``[B, H, rows, T]``, capped and masked."""
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        return scores
+    hidden = mask.dtype == torch.bool
+    return scores.masked_fill(~mask, -torch.inf) if hidden else scores + mask
 
 
 def mask_rows(mask: Tensor, kv_heads: int, groups: int, n: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpass.format.parse import parse_plan
 from kvpass.format.rope import Rope
+from kvpass.format.sharded_plan import ShardedPlan
 from kvpass.ops.library import define, returns_nothing
 
 PACK = "pack_cos_sin(Tensor new, str plan) -> Tensor"
@@ -24,10 +25,13 @@ def pack_cos_sin(new: Tensor, plan: str) -> Tensor:
         plan: a printed `TensorPlan` of the keys; those of all layers count tokens alike.
 
     Returns:
-        ``[B or 1, C, R]``, those of position ``t`` at ``t % C``.
+        ``[B or 1, C, R]``, those of position ``t`` at ``t % C``; of a `ShardedPlan` those of the
+        own tokens, in their order.
     """
-    cos_sin = pack_cos_sin_fake(new, plan)
-    new = new[:, parse_plan(plan).skipped(new.shape[1]) :]
+    p, cos_sin = parse_plan(plan), pack_cos_sin_fake(new, plan)
+    new = new[:, p.skipped(new.shape[1]) :]
+    if isinstance(p, ShardedPlan):
+        new = p.shard.select(new, 1)
     cos_sin[:, : new.shape[1]] = new
     return cos_sin
 
@@ -35,7 +39,8 @@ def pack_cos_sin(new: Tensor, plan: str) -> Tensor:
 def pack_cos_sin_fake(new: Tensor, plan: str) -> Tensor:
     """Shape of `pack_cos_sin`."""
     p, (rows, tokens, channels) = parse_plan(plan), new.shape
-    return new.new_empty((rows, p.capacity(tokens - p.skipped(tokens)), channels))
+    kept = p.shard.own(tokens) if isinstance(p, ShardedPlan) else tokens - p.skipped(tokens)
+    return new.new_empty((rows, p.capacity(kept), channels))
 
 
 def append_cos_sin(cos_sin: Tensor, new: Tensor, ends: Tensor, plan: str) -> None:
@@ -47,6 +52,12 @@ def append_cos_sin(cos_sin: Tensor, new: Tensor, ends: Tensor, plan: str) -> Non
         ends: the segment ends of one of the layers, before it is extended.
         plan: a printed `TensorPlan`.
     """
+    p = parse_plan(plan)
+    if isinstance(p, ShardedPlan) and ends.numel():
+        start = int(ends[0, -1])
+        own, first = p.shard.select(new, 1, start), p.shard.own(start)
+        cos_sin[:, first : first + own.shape[1]] = own
+        return
     count = min(new.shape[1], cos_sin.shape[1])
     first = new.shape[1] - count
     if ends.numel():

@@ -26,6 +26,7 @@ from kvpass.ops.library import op_of
 from kvpass.tensor import native
 from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
+from kvpass.tensor.sharded import kind_of
 
 
 def append(
@@ -60,11 +61,11 @@ def append(
     if past is None:
         p, tokens = parse_plan(plan), new.shape[2]
         stored = replace(p, window_size=None) if whole else p
-        state = torch.ops.kvpass.pack.default(new, str(stored), ranges)
+        state = op_of(p, "pack")(new, str(stored), ranges)
         if cos_sin is not None:
             state.append(torch.ops.kvpass.pack_cos_sin.default(cos_sin, str(stored)))
         kept = None if basis is None else channel_basis(basis)
-        return PackedKV.of_prompt(state, p, tokens, new.dtype, kept, stored)
+        return kind_of(p).of_prompt(state, p, tokens, new.dtype, kept, stored)
     if past.plan.room is not None:
         torch.ops.kvpass.append.default(past.own, new, plan)
         past.written += new.shape[2]

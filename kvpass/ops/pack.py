@@ -56,9 +56,15 @@ def pack(
     p = parse_plan(plan)
     p.one_codec()
     new = new[:, :, p.skipped(new.shape[2]) :]
-    tokens = new.shape[2]
-    packed = p.packed(tokens)
+    packed = p.packed(new.shape[2])
     state = empty_state(new, p, packed)
+    fill(state, new, packed, ranges)
+    return state.tensors
+
+
+def fill(state: State, new: Tensor, packed: int, ranges: Tensor | None) -> None:
+    """Stores a first prompt's tokens ``new``, ``packed`` of them packed, in an empty state."""
+    p, tokens = state.plan, new.shape[2]
     if p.codec.static_ranges:
         assert ranges is not None
         state.qparams.copy_(ranges)
@@ -70,7 +76,6 @@ def pack(
         write_ring(state.window, first + packed, new[:, :, packed:])
         state.segment_ends[:, -2] = first + packed
     state.segment_ends[:, -1] = tokens
-    return state.tensors
 
 
 def pack_fake(

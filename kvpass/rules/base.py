@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from kvpass.format.channels import ChannelBasis
 from kvpass.format.ranks import Ranks
+from kvpass.format.shard import Shard
 from kvpass.graph.analysis.effects import Writes, changed_storages
 from kvpass.graph.analysis.masks import Masks
 from kvpass.graph.analysis.sites import Sites
@@ -70,6 +71,7 @@ class Context:
         replayed: CUDA graphs are wanted.
         served_by: the provider of a node of a bound graph, and why better ones decline.
         ranks: the processes that share the model's heads, if there are others.
+        shard: the part of every sequence that this process holds; None: all of it.
     """
 
     graph: Graph
@@ -82,6 +84,7 @@ class Context:
     replayed: bool = False
     served_by: ServedBy = lambda node: ("aten", ())
     ranks: Ranks | None = None
+    shard: Shard | None = None
 
     def provider_of(self, node: Node, target: Any, arguments: tuple[Any, ...]) -> str:
         """The name of the provider that ``target`` would be lowered to in the place of ``node``."""

@@ -7,8 +7,10 @@ from torch.fx.node import map_arg
 
 from kvpass._torch_sizes import symbol_node
 from kvpass.errors import UnmatchedGraphError
+from kvpass.format.sharded_plan import ShardedPlan
 from kvpass.graph.analysis.effects import changes
 from kvpass.graph.analysis.sites import module_path, nearest_miss
+from kvpass.graph.logical_calls import AppendCall
 from kvpass.graph.packed_readers import is_packed, is_size, unknown_readers, unpacked
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.spellings import op_name
@@ -51,6 +53,14 @@ class DecodeReader(Rule):
                     f"{8 * update.new.meta['example_value'].dtype.itemsize} bits: "
                     f"{context.refused.get(update.cat, 'no rule applies')}"
                 )
+        call = AppendCall.of(node)
+        plan = getattr(node.meta["example_value"], "plan", None) if call is None else call.parsed
+        if isinstance(plan, ShardedPlan):
+            path = module_path(found["readers"][0]) or node.name
+            context.warnings.append(
+                f"the cache of {path} is gathered from all {plan.shard.size} ranks whenever this "
+                f"graph runs: {found['reason']}"
+            )
         with context.graph.inserting_before(found["readers"][0]):
             plain = unpacked(node)
         for reader in found["readers"]:

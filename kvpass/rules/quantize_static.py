@@ -45,6 +45,8 @@ class QuantizeStatic(Rule):
         if _unread(update):
             reason = "nothing reads it in this graph: its attention is behind a graph break"
             return Miss(reason, update.buffer)
+        if context.shard is not None:
+            raise PlanError("A static cache cannot be sharded; allowed: a DynamicCache.")
         stored = plan_for(update.new, update.buffer, context)
         if isinstance(stored, Miss):
             return stored

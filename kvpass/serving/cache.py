@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.generation.continuous_batching.cache import (
     PagedAttentionCache,
     PagedAttentionMemoryHandler,
@@ -109,6 +110,7 @@ class PackedPagedCache(PagedAttentionCache):
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self._batch: Batch | None = None
+        self._computed = self._shared = self._evicted = 0
         self.max_blocks_per_request = self.max_decode_fast_path_length = 0
         self.read_cache_limit = None
         heads, dim, page = (
@@ -148,7 +150,12 @@ class PackedPagedCache(PagedAttentionCache):
         """The tokens that the bytes of the pool, exact pages included, would hold as they are."""
         exact = self.allocator.exact.tokens
         token = exact.nbytes // (exact.shape[2] * int(self.allocator.tokens_per_page))
-        return (int(self.cache_tensor.nbytes) + exact.nbytes) // token
+        return self.nbytes // token
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the pool, exact pages included."""
+        return int(self.cache_tensor.nbytes + self.allocator.exact.tokens.nbytes)
 
     def summary(self) -> str:
         """What the pool holds, in a line."""
@@ -157,6 +164,25 @@ class PackedPagedCache(PagedAttentionCache):
             f"{self.allocator.most_requests:,} requests in the bytes of {self.plain_tokens:,} "
             f"tokens in {dtype_name(self.dtype)}"
         )
+
+    def usage(self) -> dict[str, tuple[str, int]]:
+        """What the pool holds, and has done: texts and numbers by their names, which end in
+        ``_total`` where the number only grows. From any thread."""
+        allocator, pool = self.allocator, self.pool
+        free = pool.num_free_sectors + pool.count_free_blocks(allocator.index)
+        return {
+            "pool_bytes": ("Of the pool, exact pages included.", self.nbytes),
+            "pool_tokens": ("Packed tokens that the pool has room for.", self.max_tokens_read),
+            "pool_plain_tokens": ("Tokens as they are in the same bytes.", self.plain_tokens),
+            "pool_pages": ("Packed pages, of all layers.", self.num_blocks),
+            "used_pages": ("Pages with tokens, kept ones included.", self.num_blocks - free),
+            "kept_pages": ("Pages kept for prompts to come.", len(allocator.ledger.cached_blocks)),
+            "requests": ("Requests in the pool.", len(allocator.lengths)),
+            "held_tokens": ("Tokens of these.", sum(list(allocator.lengths.values()))),
+            "computed_tokens_total": ("Tokens that the model has read.", self._computed),
+            "shared_tokens_total": ("Tokens of prompts that the pool had.", self._shared),
+            "evicted_pages_total": ("Kept pages that made room.", self._evicted),
+        }
 
     @property
     def batch(self) -> Batch:
@@ -172,7 +198,28 @@ class PackedPagedCache(PagedAttentionCache):
     ) -> None:
         """Called once for each request of a batch: plans its `Step`."""
         self.allocator.prepare(request_id, past_length, query_length)
+        self._computed += query_length
         self._batch = None
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """The tokens of a prompt that the request begins with, since the pool has them."""
+        shared = int(super().search_prefix_match(request_id, prompt_ids))
+        self._shared += shared
+        return shared
+
+    def evict_cached_blocks(self) -> bool:
+        """Gives up the pages that no request uses; whether there were any."""
+        kept = len(self.allocator.ledger.cached_blocks)
+        self._evicted += kept
+        return bool(super().evict_cached_blocks())
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """What models of transformers 5.24 call. Gives the cache to their attention, which stores
+        the new tokens, as older models do; ``kwargs`` are those of the attention."""
+        kwargs["cache"] = self
+        return key_states, value_states
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from copy import copy
 from types import MethodType
 from typing import Any
 
+import torch
 from transformers import AttentionInterface
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import (
@@ -19,14 +21,14 @@ from transformers.generation.continuous_batching.initialization import (
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
 from kvpass.errors import check, check_choice
-from kvpass.plan import Plan
+from kvpass.plan import LayerPlan, Plan
 from kvpass.serving.attention import paged_attention
 from kvpass.serving.cache import PackedPagedCache
 from kvpass.serving.pages import aligned
 
 ATTENTION = "kvpass_paged"
 # Tokens of a page, at least, if the user does not say: in longer ones more tokens are exact, too.
-PAGE_SIZE = 64
+_PAGE_SIZE = 64
 # What `_ready` sets in a config: without a batch in flight, and without padding.
 _OFF = {"use_async_batching": False, "use_cuda_graph": False, "max_blocks_per_request": 0}
 
@@ -43,7 +45,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
     def __init__(self, plan: Plan, layers: int, model: Any, config: Any, **kwargs: Any) -> None:
         self.plans = [plan.layer_at(i) for i in range(layers)]
         self.asked = None if config is None else config.max_requests_per_batch
-        ready = _ready(config, max(p.keys.codec.token_group for p in self.plans))
+        ready = _ready(config, self.plans)
         super().__init__(model=model, continuous_batching_config=ready, **kwargs)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -58,22 +60,13 @@ class PackedBatchingManager(ContinuousBatchingManager):
             self.batch_processor.reset()
             return self.batch_processor
         model, config = self.model, self.continuous_batching_config
-        text = model.config.get_text_config()
-        cache = PackedPagedCache(
-            text,
-            self.plans,
-            config,
-            model.device,
-            model.dtype,
-            model._supports_logits_to_keep(),
-            self.asked,
-        )
+        cache = self.make_cache(model.device)
         log.info("The pool has %s", cache.summary())
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(config, cache.num_blocks, cache.max_batch_tokens)
         processor = ContinuousBatchProcessor(
             cache=cache,
-            config=text,
+            config=model.config.get_text_config(),
             generation_config=self.generation_config,
             continuous_batching_config=config,
             logit_processor=self.logit_processor,
@@ -93,18 +86,42 @@ class PackedBatchingManager(ContinuousBatchingManager):
         cache.io = processor.inputs_and_outputs
         return processor
 
+    def make_cache(self, device: torch.device) -> PackedPagedCache:
+        """The pool; on the device ``meta`` one that holds nothing, but says what it would hold."""
+        model = self.model
+        return PackedPagedCache(
+            model.config.get_text_config(),
+            self.plans,
+            self.continuous_batching_config,
+            device,
+            model.dtype,
+            model._supports_logits_to_keep(),
+            self.asked,
+        )
 
-def _ready(config: ContinuousBatchingConfig | None, group: int) -> ContinuousBatchingConfig:
-    """A copy of the user's ``config`` for keys in groups of so many tokens.
+
+def default_page_size(plans: Sequence[LayerPlan]) -> int:
+    """The tokens of a page, if the user does not say, where layers are packed by ``plans``."""
+    return aligned(_PAGE_SIZE, _key_group(plans))
+
+
+def _key_group(plans: Sequence[LayerPlan]) -> int:
+    return max(plan.keys.codec.token_group for plan in plans)
+
+
+def _ready(
+    config: ContinuousBatchingConfig | None, plans: Sequence[LayerPlan]
+) -> ContinuousBatchingConfig:
+    """A copy of the user's ``config`` for layers packed by ``plans``.
 
     Raises:
         OptionError: if it asks for what packed pages do not have.
     """
     if config is None:
-        ready = ContinuousBatchingConfig(page_size=aligned(PAGE_SIZE, group))
+        ready = ContinuousBatchingConfig(page_size=default_page_size(plans))
     else:
         ready = copy(config)
-    size = ready.page_size
+    size, group = ready.page_size, _key_group(plans)
     check("page_size", size, size % group == 0, f"multiples of the keys' group of {group} tokens")
     check("cpu_offload_space", ready.cpu_offload_space, not ready.cpu_offload_space, "0")
     for name in ("varlen_compile_config", "decode_compile_config"):

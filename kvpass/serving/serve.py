@@ -14,7 +14,7 @@ from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import DEFAULT, Recipe
 
 # The versions of transformers whose continuous batching `kvpass.serving` is written for.
-KNOWN = ("5.23",)
+KNOWN = ("5.20", "5.21", "5.22", "5.23", "5.24")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -53,16 +53,22 @@ def serve_packed(model: Any, recipe: str | Recipe | Plan = DEFAULT, **fields: An
     return model
 
 
+def is_known_version() -> bool:
+    """Whether the continuous batching of this version of transformers is known."""
+    version: str = transformers.__version__
+    return version.startswith(tuple(f"{known}." for known in KNOWN))
+
+
 def check_version() -> None:
-    """Refuses a version of transformers whose continuous batching is not known.
+    """Refuses a version of transformers that is not known.
 
     Raises:
         OptionError: if this is one.
     """
-    version = transformers.__version__
-    if not version.startswith(tuple(f"{known}." for known in KNOWN)):
+    if not is_known_version():
         raise OptionError(
-            f"transformers {version} is not supported in serving; allowed: {', '.join(KNOWN)}."
+            f"transformers {transformers.__version__} is not supported in serving; allowed: "
+            f"{', '.join(KNOWN)}."
         )
 
 

@@ -33,7 +33,7 @@ from kvpass.store.compression import check_level, compressed, decompressed
 from kvpass.store.contents import Reader, Writer
 from kvpass.store.identity import Identity
 
-FORMAT = 1
+FORMAT = 2
 # In a file's metadata: the JSON text, and its checksum.
 _TEXT, _CHECKSUM = "kvpass_cache", "kvpass_cache_crc32"
 # The tensor of the token ids.

@@ -23,6 +23,7 @@ from kvpass.ops.ring import ring_runs
 from kvpass.tensor.branches import another
 from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
+from kvpass.tensor.sharded import ShardedKV
 
 # What JSON can write by itself.
 _Plain = bool | int | float | str | None
@@ -67,6 +68,11 @@ class Writer:
         )
 
     def _packed(self, x: PackedKV, path: str) -> dict[str, Any]:
+        if isinstance(x, ShardedKV):
+            raise CacheFileError(
+                f"'{path}' is spread over {x.plan.shard.size} processes, which cannot be saved; "
+                "allowed: caches that one process holds."
+            )
         x.check()
         state = {
             name: self._tensor(getattr(x, name), f"{path}.{name}", _used(x, field))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
 from kvpass.errors import CacheFileError, KvpassError, OptionError, check, check_whole, shown
-from kvpass.store.cache_file import layer_kinds, opened, token_ids, write_cache
+from kvpass.store.cache_file import layer_kinds, opened, write_cache
 from kvpass.store.compression import check_level
 from kvpass.store.identity import Identity, needs_chunk_bits
 from kvpass.store.index import GROUP, INDEX, Entry, Index, name_of
+from kvpass.store.prompts import begun, sequence
 from kvpass.store.usage import Clock, StoreStatistics
 
 _SUFFIX = ".prefix"
@@ -26,11 +27,6 @@ _FILES = f"{64 * '[0-9a-f]'}{_SUFFIX}"
 # Layers of which the first tokens alone are of use: no window has forgotten any, no state holds
 # more.
 _CROPPABLE = {"DynamicLayer", "DummyLayer"}
-# Options of `generate`, and their one value that a store serves.
-_SERVED = {
-    "past_key_values": None, "cache_implementation": None, "num_beams": 1,
-    "num_return_sequences": 1,
-}  # fmt: skip
 
 
 class PrefixStore:
@@ -42,10 +38,10 @@ class PrefixStore:
     longer text is cropped: what is left is as it was stored, with fewer exact tokens at its end.
     Sliding windows and recurrent states cannot be cropped, so that only whole texts are found.
 
-    Texts of fewer than 64 tokens are neither stored nor found. A store serves one sequence at a
-    time: the rows of a batch, packed together, cannot go on from prefixes of different lengths; and
-    no `cocktail`, whose chunks have the bits of one request. Models, dtypes and recipes are kept
-    apart, see `kvpass.save_cache`.
+    Texts of fewer than 64 tokens are neither stored nor found. A store holds single sequences: the
+    rows of a batch, of `num_return_sequences` or of beams, go on from what they all begin with.
+    `cocktail`, whose chunks have the bits of one request, is refused. Models, dtypes and recipes
+    are kept apart, see `kvpass.save_cache`.
 
     Args:
         folder: made if need be.
@@ -104,7 +100,7 @@ class PrefixStore:
         Raises:
             OptionError: if they are those of several sequences, or the index cannot be read.
         """
-        return self._find(model, _identity(model), _sequence(tokens))
+        return self._find(model, _identity(model), sequence(tokens))
 
     def add(self, model: Any, cache: Any, tokens: Any, *, seconds: float = 0.0) -> bool:
         """Stores ``cache``, of ``tokens``, if ``min_new`` of them are new; whether it did.
@@ -116,10 +112,9 @@ class PrefixStore:
         Raises:
             CacheFileError, OptionError, StaleHandleError: as `kvpass.save_cache`.
         """
-        ids = _sequence(tokens)
+        ids = sequence(tokens)
         return self._add(model, _identity(model), cache, ids, self._min_new, seconds)
 
-    @torch.no_grad()
     def prefill(self, model: Any, tokens: Any) -> bool:
         """Computes the cache of a text ahead, and stores it, however short it is; False if it was
         stored already. What begins with all of these ``tokens`` finds it uncropped.
@@ -131,23 +126,22 @@ class PrefixStore:
         Raises:
             OptionError: if there are fewer, or the cache cannot be stored.
         """
-        ids, identity = _sequence(tokens), _identity(model)
+        ids, identity = sequence(tokens), _identity(model)
         check("tokens", ids.numel(), ids.numel() >= GROUP, f"at least {GROUP} ids")
         if self._file(name_of(identity, ids)).exists():
             return False
-        cache, clock = DynamicCache(config=model.config), Clock()
-        batch = ids.long().unsqueeze(0).to(model.device)
-        model(input_ids=batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        clock.stop(model.device)
-        return self._add(model, identity, cache, ids, 0, clock.seconds / ids.numel())
+        cache = DynamicCache(config=model.config)
+        seconds = _read(model, cache, ids)
+        return self._add(model, identity, cache, ids, 0, seconds)
 
     @contextmanager
     def use(self, model: Any) -> Iterator[PrefixStore]:
         """Lets ``model.generate`` go on from the longest stored text that the prompt begins with,
         and store what it has read then; a warning says what could not be stored.
 
-        Within, ``generate`` raises an `OptionError` for what is not one sequence in a dynamic cache
-        of its own: batches, padding, beams, ``past_key_values``, ``cache_implementation``.
+        What several rows begin with is read once and stored, if ``min_new`` tokens of it are new;
+        they share it, see `kvpass.tensor.rows`. What follows is not stored. Within, ``generate``
+        raises an `OptionError` for padding, ``past_key_values`` and ``cache_implementation``.
 
         Args:
             model: as in `kvpass.load_cache`, compiled; its weights must not change meanwhile.
@@ -157,20 +151,20 @@ class PrefixStore:
 
         def continued(inputs: Any = None, *args: Any, **options: Any) -> Any:
             ids = options.pop("input_ids", inputs)
-            tokens = _only_sequence(model, ids, options)
+            tokens, rows = begun(model, ids, options)
             cache = self._find(model, identity, tokens)
             cache = DynamicCache(config=model.config) if cache is None else cache
+            if rows > 1:
+                self._spread(model, identity, cache, tokens[:-1], rows)
             known, clock = int(cache.get_seq_length()), Clock()
             own = options.pop("logits_processor", None) or []
             options["logits_processor"] = LogitsProcessorList([clock, *own])
             found = generate(ids, *args, past_key_values=cache, **options)
-            # A step has seen all but the last.
-            read = getattr(found, "sequences", found)[0, : int(cache.get_seq_length())]
-            seconds = clock.seconds / (tokens.numel() - known)
-            try:
-                self._add(model, identity, cache, _sequence(read), self._min_new, seconds)
-            except KvpassError as error:
-                warnings.warn(f"kvpass: the text was not stored: {error}", stacklevel=2)
+            if rows == 1:
+                # A step has seen all but the last.
+                read = getattr(found, "sequences", found)[0, : int(cache.get_seq_length())]
+                seconds = clock.seconds / (tokens.numel() - known)
+                self._keep(model, identity, cache, sequence(read), seconds)
             return found
 
         model.generate = continued
@@ -180,6 +174,26 @@ class PrefixStore:
             del model.generate
             if before is not None:
                 model.generate = before
+
+    def _spread(
+        self, model: Any, identity: Identity, cache: Any, tokens: Tensor, rows: int
+    ) -> None:
+        """Makes so many ``rows`` of ``cache``, which holds the first of the ``tokens`` that they
+        all begin with, after it has read the others if these are worth to be stored."""
+        if tokens.numel() - int(cache.get_seq_length()) >= max(self._min_new, GROUP):
+            seconds = _read(model, cache, tokens)
+            self._keep(model, identity, cache, tokens, seconds)
+        if cache.get_seq_length():
+            cache.reorder_cache(torch.zeros(rows, dtype=torch.long))
+
+    def _keep(
+        self, model: Any, identity: Identity, cache: Any, tokens: Tensor, seconds: float
+    ) -> None:
+        """`_add`; a warning says why it could not."""
+        try:
+            self._add(model, identity, cache, tokens, self._min_new, seconds)
+        except KvpassError as error:
+            warnings.warn(f"kvpass: the text was not stored: {error}", stacklevel=3)
 
     def _find(self, model: Any, identity: Identity, tokens: Tensor) -> Any:
         """`find` for a model of this identity."""
@@ -295,27 +309,12 @@ def _identity(model: Any) -> Identity:
     return Identity.of(model)
 
 
-def _sequence(tokens: Any) -> Tensor:
-    """The ids of one sequence, int32 ``[T]``.
-
-    Raises:
-        OptionError: if they are something else.
-    """
-    ids = token_ids(tokens)
-    check("tokens", tuple(ids.shape), len(ids) == 1, "those of one sequence, [1, T] or [T]")
-    return ids[0]
-
-
-def _only_sequence(model: Any, ids: Any, options: Mapping[str, Any]) -> Tensor:
-    """The prompt of a call of ``generate`` with these ``options``, int32 ``[T]``.
-
-    Raises:
-        OptionError: if a store cannot serve the call.
-    """
-    config = options.get("generation_config") or model.generation_config
-    for name, allowed in _SERVED.items():
-        value = options.get(name, getattr(config, name, None))
-        check(name, value, value in (None, allowed), f"{allowed}, within PrefixStore.use")
-    mask = options.get("attention_mask")
-    check("attention_mask", mask, mask is None or bool((mask != 0).all()), "without padding")
-    return _sequence([] if ids is None else ids)
+@torch.no_grad()
+def _read(model: Any, cache: Any, tokens: Tensor) -> float:
+    """Reads what ``cache``, of one sequence, does not hold of ``tokens``, int32 ``[T]``; the
+    seconds that each took."""
+    clock = Clock()
+    new = tokens[int(cache.get_seq_length()) :].long().unsqueeze(0).to(model.device)
+    model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    clock.stop(model.device)
+    return clock.seconds / new.numel()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvpass.format.layout import Field
 from kvpass.format.retention import MAX_STEP
+from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.ring import read_ring, write_ring
 
 # The exact window, a ring; the other tensors of a trunk are extended at their ends.
@@ -219,17 +220,12 @@ class Branch:
             refer(mine, tensor)
 
 
-@dataclass
-class Line:
-    """What all handles on one storage have in common.
-
-    Attributes:
-        steps: how many have extended it.
-        branch: None unless it shares memory with copies.
-    """
-
-    steps: int = 0
-    branch: Branch | None = None
+def ends_of(plan: TensorPlan, segment_ends: Tensor) -> Ends:
+    """Where the tokens end that are stored so."""
+    *_, packed, total = [0, 0, *segment_ends[:1].flatten().tolist()]
+    if plan.codec.identity:
+        return Ends(total, 0, total)
+    return Ends(packed - plan.sinks, packed, total)
 
 
 def branch_of(tensor: Tensor | None) -> Branch | None:

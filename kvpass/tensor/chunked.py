@@ -61,7 +61,7 @@ class ChunkedKV(PackedKV):
         else:
             self.segment_ends[:, -1] = self.shape[2] - self.segment_ends[:, :-1].sum(1)
 
-    def cropped(self, tokens: int, total: int) -> tuple[State, int]:
+    def cropped(self, tokens: int, total: int) -> tuple[State, int, None]:
         """See `PackedKV.cropped`.
 
         What is left of a chunk that is cut through is decoded, and exact from then on, behind the
@@ -86,7 +86,7 @@ class ChunkedKV(PackedKV):
         state.positions.masked_fill_(state.positions >= tokens, -1)
         ends = state.segment_ends
         ends.copy_(torch.tensor(counts, dtype=torch.int32).view(ends.shape))
-        return state, max((row[-1] for row in counts), default=0)
+        return state, max((row[-1] for row in counts), default=0), None
 
 
 torch.serialization.add_safe_globals([ChunkedKV, ChunkedPlan])

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpass.format.tensor_plan import TensorPlan
-from kvpass.tensor.branches import Branch, Ends, Trunk, another, branch_of
+from kvpass.tensor.branches import Branch, Ends, Trunk, another, branch_of, ends_of
 from kvpass.tensor.packed import PackedKV
 
 
@@ -52,14 +51,6 @@ def shares_crop(x: PackedKV, total: int) -> bool:
     if branch is None or branch.trunk.alone() or x.plan.rope is not None:
         return False
     return total >= max(branch.trunk.base.total, branch.ends().exact)
-
-
-def ends_of(plan: TensorPlan, segment_ends: Tensor) -> Ends:
-    """Where the tokens end that are stored so."""
-    *_, packed, total = [0, *segment_ends[0].tolist()]
-    if plan.codec.identity:
-        return Ends(total, 0, total)
-    return Ends(packed - plan.sinks, packed, total)
 
 
 def _trunk(x: PackedKV) -> Trunk:

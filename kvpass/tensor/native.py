@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +16,12 @@ from kvpass._torch import is_traced
 from kvpass.errors import CacheStateError
 from kvpass.format.state import State
 from kvpass.ops.library import op_of
-from kvpass.tensor.branches import Branch
+from kvpass.tensor.branches import Branch, ends_of
+from kvpass.tensor.copies import copied
 from kvpass.tensor.dispatch import handles
 from kvpass.tensor.fork import branched, shares_crop
 from kvpass.tensor.packed import PackedKV
+from kvpass.tensor.rows import Rows
 
 aten = torch.ops.aten
 
@@ -26,13 +30,18 @@ _SLICE_END = 2**63 - 1
 
 
 def rebuilt(
-    old: PackedKV, state: Sequence[Tensor], length: int | None = None, written: int | None = None
+    old: PackedKV,
+    state: Sequence[Tensor],
+    length: int | None = None,
+    written: int | None = None,
+    rows: Rows | None = None,
 ) -> PackedKV:
-    """A handle on a new ``state``, by default as long as ``old``."""
+    """A handle on a new ``state``, by default as long as ``old``, whose ``rows`` begin so."""
     length = old.shape[2] if length is None else length
     written = old.written if written is None else written
     dtype = State(state, old.plan).tokens.dtype
     handle = type(old)(state, old.plan, length, dtype, written=written, basis=old.basis)
+    handle._line.rows = rows
     handle.mark_dynamic()
     return handle
 
@@ -54,7 +63,7 @@ def _branch(
     total: int | None = None,
 ) -> PackedKV:
     state, branch = forked
-    handle = rebuilt(x, state, length, total)
+    handle = rebuilt(x, state, length, total, x._line.rows)
     handle._line.branch = branch
     return handle
 
@@ -102,12 +111,9 @@ def index_select(x: PackedKV, dim: int, index: Tensor) -> Any:
     if dim % 4 or is_traced(x.segment_ends):
         return NotImplemented
     x.check()
-    state = []
-    for field, t in zip(x.plan.layout.fields, x.state, strict=True):
-        # All sequences of a batch may have the same cosines and sines.
-        one = field.shape[0] == "rows" and len(t) == 1
-        state.append(t.clone() if one else t.index_select(0, index))
-    return rebuilt(x, state)
+    stored = ends_of(x.plan, x.segment_ends).stored
+    state, rows = copied(x, x.written, x._line.rows, index, stored)
+    return rebuilt(x, state, rows=rows)
 
 
 @handles(aten.index.Tensor)
@@ -166,8 +172,8 @@ def crop(x: PackedKV, first: int, last: int) -> Any:
         return NotImplemented
     if shares_crop(x, total) and (forked := branched(x, {}, total)) is not None:
         return _branch(x, forked, last - first, total)
-    state, written = x.cropped(last, total)
-    return rebuilt(x, state.tensors, last - first, written)
+    state, written, rows = x.cropped(last, total)
+    return rebuilt(x, state.tensors, last - first, written, rows)
 
 
 @handles(aten.slice.Tensor)
@@ -259,6 +265,8 @@ def zero_(x: PackedKV) -> PackedKV:
         )
     for branch in x.branches:
         branch.trunk.leave(branch)
+    if (rows := x._line.rows) is not None:
+        x._line.rows = replace(rows, common=0, exact=range(sys.maxsize))
     for field in x.plan.layout.own:
         if field.name != "segment_ends":
             getattr(x, field.name).fill_(field.fill or 0)

@@ -16,8 +16,8 @@ from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.library import op_of
-from kvpass.tensor.branches import Line
 from kvpass.tensor.dispatch import HANDLERS, note_decode, write_refused
+from kvpass.tensor.line import Line
 from kvpass.tensor.meta import Meta
 from kvpass.tensor.storage import PackedStorage
 
@@ -100,8 +100,9 @@ class PackedKV(PackedStorage):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes held, spare room included, and all that it shares with other layers and with its
-        branches: `held_bytes` of several counts that once."""
-        return sum(t.numel() * t.element_size() for t in self.held)
+        branches: `held_bytes` of several counts that once. What its rows share counts once; beside
+        it they hold whole pages of their own, and no spare room."""
+        return sum(self.held.values())
 
     @property
     def bits_per_element(self) -> float:

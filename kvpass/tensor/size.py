@@ -11,9 +11,12 @@ from kvpass.tensor.packed import PackedKV
 
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of all of them, spare room included; what layers, or branches, share counts once."""
-    parts = [p for t in tensors for p in (t.held if isinstance(t, PackedKV) else [t])]
-    return sum({storage_key(part): part.numel() * part.element_size() for part in parts}.values())
+    """Bytes of all of them, spare room included; what layers, branches, or rows of a batch share
+    counts once."""
+    found: dict[object, int] = {}
+    for t in tensors:
+        found |= t.held if isinstance(t, PackedKV) else {storage_key(t): t.nbytes}
+    return sum(found.values())
 
 
 def stored_bits(tensors: Sequence[Tensor]) -> float:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from kvpass._torch import mark_dynamic
+from kvpass._torch import mark_dynamic, storage_key
 from kvpass.errors import CacheFullError, StaleHandleError
 from kvpass.format.channels import ChannelBasis
 from kvpass.format.layout import Field
 from kvpass.format.retention import MAX_STEP
 from kvpass.format.state import State, StateTensors
-from kvpass.ops.ring import write_ring
+from kvpass.ops.ring import read_ring, write_ring
 from kvpass.ops.unpack import read_packed
-from kvpass.tensor.branches import Branch, Line, branch_of
+from kvpass.tensor.branches import Branch, branch_of, ends_of
+from kvpass.tensor.copies import copied
+from kvpass.tensor.line import Line
 from kvpass.tensor.meta import Inner, Meta, meta_of
+from kvpass.tensor.rows import Rows, mapped, own_bytes, token_dim
 
 _COMPUTED = dict.fromkeys(("_state", "_meta", "_rooms", "_reserved"))
 
@@ -45,7 +49,7 @@ class PackedStorage(StateTensors, Tensor):
 
     def __getstate__(self) -> dict[str, Any]:
         found = {name: x for name, x in self.__dict__.items() if name not in _COMPUTED}
-        if self.branches:
+        if self.branches or self._line.rows is not None:
             self.check()
             copied = {n: x.clone() for n, x in found.items() if isinstance(x, Tensor)}
             found |= {**copied, "_line": Line(), "_born": 0}
@@ -112,9 +116,19 @@ class PackedStorage(StateTensors, Tensor):
         return [branch for branch in found if branch is not None]
 
     @property
-    def held(self) -> list[Tensor]:
-        """All tensors that are in memory for it."""
-        return [*self.state, *(t for branch in self.branches for t in branch.held)]
+    def held(self) -> dict[object, int]:
+        """Bytes in memory for it, by what holds them; what shares memory has that in common."""
+        every = [*self.state, *(t for branch in self.branches for t in branch.held)]
+        found: dict[object, int] = {storage_key(t): t.numel() * t.element_size() for t in every}
+        if (rows := self._line.rows) is not None:
+            stored = ends_of(self.plan, self.segment_ends).stored
+            rows = rows.after(stored, self.written)
+            for field, tensor in zip(self.plan.layout.fields, self.state, strict=True):
+                if (prefix := mapped(tensor)) is not None:
+                    own = rows.own(field, tensor, stored)
+                    found[storage_key(tensor)] = own_bytes(tensor, token_dim(field), own)
+                    found[prefix] = prefix.nbytes
+        return found
 
     def check(self) -> None:
         """Refuses a handle on storage that a later step has extended; the tensors of another one
@@ -192,14 +206,26 @@ class PackedStorage(StateTensors, Tensor):
 
     def grow(self, grows: str, tokens: int) -> None:
         """Moves the fields that grow as ``grows`` says to tensors with room for ``tokens``."""
-        end = self._ring_end(grows)
+        end, new = self._ring_end(grows), dict[str, Tensor]()
+        if grows == "capacity" and self._line.rows is not None:
+            stored = ends_of(self.plan, self.segment_ends).stored
+            old, names = self._line.rows, self.plan.layout.names
+            state, rows = copied(self, self.written, old, None, stored, tokens)
+            # Exact tokens, too, leave what they mapped.
+            left = [n for n in names if mapped(getattr(self, n)) is not None]
+            new = {n: x for n, x in zip(names, state, strict=True) if n in left}
+            if rows is None:
+                new = {n: x for n, x in new.items() if self.plan.layout[n].grows is None}
+            self._line.rows = rows
         for field in self.plan.layout.fields:
-            if field.grows == grows:
-                self._move(field, tokens, end)
+            if field.grows == grows or field.name in new:
+                self._move(field, tokens, end, new.get(field.name))
 
-    def _move(self, field: Field, tokens: int, end: int | None = None) -> None:
+    def _move(
+        self, field: Field, tokens: int, end: int | None = None, new: Tensor | None = None
+    ) -> None:
         tensor = getattr(self, field.name)
-        new = field.moved(tensor, tokens, end)
+        new = field.moved(tensor, tokens, end) if new is None else new
         trunks = [b.trunk for b in self.branches if field.name in b.trunk.names]
         for trunk in trunks:
             trunk.grow(field.name, new)
@@ -233,27 +259,33 @@ class PackedStorage(StateTensors, Tensor):
             for other in others
         )
 
-    def cropped(self, tokens: int, total: int) -> tuple[State, int]:
+    def cropped(self, tokens: int, total: int) -> tuple[State, int, Rows | None]:
         """A copy of the state without the tokens from position ``total`` on, of which ``tokens``
-        are left, and what then is `written`.
+        are left, what then is `written`, and how rows begin.
 
         A group that is cut through at its end is decoded into the exact window.
         """
         plan = self.plan
-        state = State([t.clone() for t in self.state], plan)
+        packed, left, group = self.row_ends[-2:][0], total, plan.codec.token_group
+        sinks = 0 if plan.codec.identity else min(plan.sinks, total)
+        if not plan.codec.identity:
+            left = min(packed, sinks + (total - sinks) // group * group)
+        old = self._line.rows
+        if old is not None:
+            changed = left if left < packed else total
+            old = replace(old, exact=range(min(old.exact.start, changed), old.exact.stop))
+        found, rows = copied(self, self.written, old, None, left - sinks)
+        state = State(found, plan)
         ends = state.segment_ends
         if not plan.codec.identity:
-            packed, group = state.row_ends[-2], plan.codec.token_group
-            sinks = min(plan.sinks, total)
-            left = min(packed, sinks + (total - sinks) // group * group)
             if left < min(packed, total):
-                cut_through = read_packed(state, left, left + group, self.dtype)
+                cut_through = read_packed(self.named, left, left + group, self.dtype)
                 write_ring(state.window, left, cut_through[:, :, : total - left])
             ends.clamp_(max=left)
             if plan.retained:
                 state.positions.masked_fill_(state.positions >= left, -1)
         ends[:, -1] = total
-        return state, total
+        return state, total, rows
 
     def snapshot(self, new: int) -> dict[str, Tensor]:
         """Copies of the fields in which a step of ``new`` tokens may overwrite earlier ones."""
@@ -264,6 +296,8 @@ class PackedStorage(StateTensors, Tensor):
         """Undoes a failed step on this handle, from the `snapshot` ``before`` it."""
         for name, old in before.items():
             getattr(self, name).copy_(old)
+        if "window" in before and (rows := self._line.rows) is not None:
+            self._line.rows = replace(rows, exact=range(sys.maxsize))
         if "segment_ends" not in before:
             self.segment_ends.clamp_(max=self.written)
 
@@ -291,6 +325,12 @@ class PackedStorage(StateTensors, Tensor):
             self.grow("cos_sin", max(needed, plan.capacity(room + room // 4)))
         if (branch := branch_of(self.cos_sin)) is not None:
             branch.keep(self.written + new)
+
+    def held_cos_sin(self) -> Tensor:
+        """The cosines and sines of the tokens that steps may still see, in order."""
+        end, window_size = self.written, self.plan.window_size
+        start = 0 if window_size is None else max(0, end - window_size)
+        return read_ring(self.cos_sin, start, end, dim=1)
 
     def mark_dynamic(self) -> None:
         """Tells Dynamo that the length varies, so that one decode graph serves all of them. That of

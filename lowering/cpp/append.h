@@ -18,7 +18,7 @@ template <class A> int64_t append_packed(const A& a) {
   const int64_t packed = filling ? total : state.packed_end(0);
   // Tokens of one step are looked at after they have joined.
   const int64_t seen = a.count <= A::MAX_STEP ? total : total + count;
-  const int64_t end = packed + X::due(packed, seen - packed);
+  const int64_t end = a.packed_end < 0 ? packed + X::due(packed, seen - packed) : a.packed_end;
   if (!X::SLIDING && end - X::SINKS > state.capacity) return state.capacity;
   // Of more tokens than there are slots, the last ones stay.
   const int64_t oldest = X::SLIDING ? std::max(packed, end - state.capacity) : packed;

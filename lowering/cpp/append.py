@@ -59,8 +59,11 @@ def append(
     clip: Tensor | None = None,
     *,
     segments: int = 1,
+    packed_end: int = -1,
 ) -> None:
     """As `kvpass.ops.append.append`, for arguments that are supported.
+
+    ``packed_end``: where packed tokens then end; -1: where the plan says.
 
     Raises:
         KernelError: if there is no room for the tokens that are due; nothing is written then.
@@ -76,6 +79,7 @@ def append(
         *state_numbers(state, plan, dim),
         *token_numbers(new),
         count,
+        packed_end,
         torch.get_num_threads(),
         *rotary,
     )

@@ -67,10 +67,13 @@ void merge(const A& a, const PanelOf<A>* parts, int64_t splits, int64_t stride, 
     carried[DIM + 1] = total;
   } else {
     const float inverse = total > 0 ? 1 / total : 0;
+    auto* out = a.out + row * (DIM + A::PARTIAL);
     each_vector<DIM>([&](auto at, auto width) {
       const Floats x = load<Floats, LANES>(result + at) * inverse;
-      store_numbers<width>(a.out + row * DIM + at, x);
+      store_numbers<width>(out + at, x);
     });
+    // The weight of these tokens among others.
+    if constexpr (A::PARTIAL) out[DIM] = total > 0 ? top + std::log(total) : -INFINITE;
   }
 }
 

@@ -51,6 +51,7 @@ class Kernel(NamedTuple):
         rows: query rows, see `row_size`.
         segment: tokens are one of several segments.
         paged: tokens are in pages of many requests.
+        partial: tokens are some of all.
     """
 
     k_plan: str
@@ -59,18 +60,21 @@ class Kernel(NamedTuple):
     v_dim: int
     dtype: torch.dtype
     rows: int
-    segment: bool
+    segment: bool = False
     paged: bool = False
+    partial: bool = False
 
     @classmethod
-    def of(cls, a: AttentionArguments, keys: State, values: State, segment: bool) -> Kernel:
+    def of(
+        cls, a: AttentionArguments, keys: State, values: State, segment: bool, partial: bool
+    ) -> Kernel:
         """The kernel that these arguments, with these states, need."""
         k_dim, v_dim = int(a.q.shape[3]), int(values.tokens.shape[3])
         sides = a.k_plan, a.v_plan, k_dim, v_dim, a.q.dtype
         rows: int | torch.SymInt = a.q.shape[1] // keys.codes.shape[1] * a.q.shape[2]
         # A question to a symbol would guard the graph on its answer.
         size = row_size(rows, *sides) if isinstance(rows, int) else _GEMV_ROWS
-        return cls(*sides, size, segment)
+        return cls(*sides, size, segment, partial=partial)
 
     @property
     def constants(self) -> tuple[Constants, Constants]:
@@ -93,7 +97,8 @@ class Kernel(NamedTuple):
     def source(self) -> str:
         """The function in C++."""
         k, v = self.constants
-        struct = attention_struct(str(k.plan), str(v.plan), self.segment, self.paged)
+        kind = self.segment, self.paged, self.partial
+        struct = attention_struct(str(k.plan), str(v.plan), *kind)
         (keys, _), (values, _), *_ = struct.members
         assert isinstance(keys, Struct)
         assert isinstance(values, Struct)
@@ -102,11 +107,10 @@ class Kernel(NamedTuple):
             ROWS=self.rows if self.rows <= _GEMV_ROWS else 0,
             # Half of the registers hold sums; wide vectors come with twice as many registers.
             SUMS=16 if native_lanes() == 16 else 8,
-            SEGMENT=self.segment, PAGED=self.paged,
+            SEGMENT=self.segment, PAGED=self.paged, PARTIAL=self.partial,
         )  # fmt: skip
         structs = TOKENS.declaration(), k.declaration(keys), v.declaration(values), arguments
-        kind = "gemv.h" if self.rows <= _GEMV_ROWS else "gemm.h"
-        headers = kind, "attention.h"
+        headers = "gemv.h" if self.rows <= _GEMV_ROWS else "gemm.h", "attention.h"
         return source(headers, ("attention",), structs, lanes=self.lanes, dtype=self.dtype)
 
 
@@ -130,8 +134,15 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     return unsupported_arguments(AttentionArguments(*args, **kwargs))
 
 
-def unsupported_arguments(a: AttentionArguments, segment: bool = False) -> str | None:
-    """`unsupported_reason` for all tokens, or for those of one ``segment``."""
+def unsupported_partial(*args: Any, **kwargs: Any) -> str | None:
+    """Why C++ declines these arguments of ``kvpass::attention_partial``, or None."""
+    return unsupported_arguments(AttentionArguments(*args, **kwargs), partial=True)
+
+
+def unsupported_arguments(
+    a: AttentionArguments, segment: bool = False, partial: bool = False
+) -> str | None:
+    """`unsupported_reason` for all tokens, for those of one ``segment``, or for some."""
     q, mask, (keys, values) = a.q, a.mask, a.states
     if reason := unsupported_formats(q, keys, values):
         return reason
@@ -140,7 +151,7 @@ def unsupported_arguments(a: AttentionArguments, segment: bool = False) -> str |
     plans = (a.k_plan, q.shape[3]), (a.v_plan, values.tokens.shape[3])
     if reason := next(filter(None, (unsupported_plan(*plan) for plan in plans)), None):
         return reason
-    kernel = Kernel.of(a, keys, values, segment)
+    kernel = Kernel.of(a, keys, values, segment, partial)
     if "cos_sin" in keys and keys.cos_sin.dtype != q.dtype:
         return f"cosines and sines are {keys.cos_sin.dtype}, the query is {q.dtype}"
     if "cos_sin" in values:
@@ -160,6 +171,11 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
     A row that sees no token gives zero. Threads are torch's.
     """
     return _attend(*args, **kwargs)
+
+
+def attention_partial(*args: Any, **kwargs: Any) -> Tensor:
+    """As `kvpass.ops.attention_partial.attention_partial`, for arguments that are supported."""
+    return _attend(*args, **{**kwargs, "partial": True})
 
 
 def attend_segment(
@@ -184,7 +200,8 @@ def kernel_function(*kernel: Any) -> tuple[Callable[..., None], int]:
     """The function of a `Kernel` with these fields, and the tokens that a sliding window leaves, 0
     for all."""
     made = Kernel(*kernel)
-    struct = attention_struct(made.k_plan, made.v_plan, made.segment, made.paged)
+    kind = made.segment, made.paged, made.partial
+    struct = attention_struct(made.k_plan, made.v_plan, *kind)
     window_size = parse_plan(made.k_plan).window_size or 0
     return packed_function("attention", made.source, struct), window_size
 
@@ -202,19 +219,21 @@ def _attend(
     window: int = 0,
     softcap: float = 0.0,
     more: tuple[int, ...] = (),
+    partial: bool = False,
 ) -> Tensor:
-    """Attends to all tokens, or to those of one segment, which takes ``more`` numbers. See
-    `AttentionArguments`, which would take a tenth of the time to make."""
+    """Attends to all tokens, to those of one segment, which takes ``more`` numbers, or to some, see
+    `attention_partial`. `AttentionArguments` would take a tenth of the time to make."""
     q = dense(q)
     batch, heads, queries, k_dim = q.shape
     v_dim = values[positions(v_plan).tokens].shape[3]
     codes = keys[positions(k_plan).codes]
     if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
-    out = empty_cpu((batch, heads, queries, v_dim), q.dtype)
+    dtype = torch.float32 if partial else q.dtype
+    out = empty_cpu((batch, heads, queries, v_dim + partial), dtype)
     rows = heads // codes.shape[1] * queries
     sides = k_plan, v_plan, k_dim, v_dim, q.dtype
-    kernel = *sides, row_size(rows, *sides), bool(more)
+    kernel = *sides, row_size(rows, *sides), bool(more), False, partial
     function, retained = kernel_function(*kernel)
     function(
         *state_numbers(keys, k_plan, k_dim),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpass.format.parse import parse_plan
-from kvpass.format.state import empty_state
+from kvpass.format.state import State, empty_state
 from lowering.cpp.constants import unsupported_device, unsupported_writing
 from lowering.cpp.library import tensor_function, unsupported_function
 from lowering.cpp.structs import state_numbers, token_numbers
@@ -35,14 +35,20 @@ def pack(
 ) -> list[Tensor]:
     """As `kvpass.ops.pack.pack`, for arguments that are supported."""
     p = parse_plan(plan)
-    new = dense(new[:, :, p.skipped(new.shape[2]) :])
-    _, _, count, dim = new.shape
-    packed = p.packed(count)
+    new = new[:, :, p.skipped(new.shape[2]) :]
+    packed = p.packed(new.shape[2])
     state = empty_state(new, p, packed)
+    fill(state, new, packed, ranges)
+    return state.tensors
+
+
+def fill(state: State, new: Tensor, packed: int, ranges: Tensor | None) -> None:
+    """As `kvpass.ops.pack.fill`, for arguments that are supported."""
+    new, plan = dense(new), str(state.plan)
+    _, _, count, dim = new.shape
     if ranges is not None:
         state.qparams.copy_(ranges)
     tensor_function("pack", _unbounded(plan), dim, new.dtype)(
         *state_numbers(state.tensors, plan, dim), *token_numbers(new), count, packed,
         torch.get_num_threads(),
     )  # fmt: skip
-    return state.tensors

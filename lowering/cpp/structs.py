@@ -218,7 +218,7 @@ def tensor_structs(plan: str) -> dict[str, Struct]:
     state, tokens = (state_struct("State", plan), "state"), (TOKENS, "tokens")
     members: dict[str, tuple[Member, ...]] = {
         "pack": (state, tokens, *_numbers("count", "packed", "threads")),
-        "append": (state, tokens, *_numbers("count", "threads"), (ROTARY, "rotary")),
+        "append": (state, tokens, *_numbers("count", "packed_end", "threads"), (ROTARY, "rotary")),
         "unpack": (state, ("Scalar*", "out"), *_numbers("count", "threads")),
     }
     return {op: Struct(arguments_name(op), parts) for op, parts in members.items()}
@@ -251,9 +251,11 @@ _SEGMENT = (
 
 
 @cache
-def attention_struct(k_plan: str, v_plan: str, segment: bool, paged: bool = False) -> Struct:
-    """The arguments of ``attention``, of all tokens, of one segment or of tokens in pages. Strides
-    count elements."""
+def attention_struct(
+    k_plan: str, v_plan: str, segment: bool, paged: bool = False, partial_sums: bool = False
+) -> Struct:
+    """The arguments of ``attention``, of all tokens, of one segment, of tokens in pages or of some
+    tokens, whose sums are wanted in float32. Strides count elements."""
     make = pages_struct if paged else partial(state_struct, shared=True)
     more = (*REQUESTS, ("const int32_t*", "single")) if paged else _SEGMENT if segment else ()
     members: tuple[Member, ...] = (
@@ -264,7 +266,7 @@ def attention_struct(k_plan: str, v_plan: str, segment: bool, paged: bool = Fals
         *_numbers("mask_kind", "mask_batch", "mask_head", "mask_query", "mask_token"),
         ("const void*", "sinks"),
         *_numbers("sinks_kind"),
-        ("Scalar*", "out"),
+        ("float*" if partial_sums else "Scalar*", "out"),
         *_numbers("rows", "queries", "causal", "window", "retained", "threads"),
         *(("double", name) for name in ("scale", "softcap")),
     )

@@ -16,15 +16,16 @@ from lowering.support import dense, row_stride
 from lowering.triton.heuristics import encode_tokens
 from lowering.triton.launch import launch
 from lowering.triton.layouts import (
+    NewTokens,
     clipping,
     heads_together,
     layout_of,
     rooms,
     stored,
-    symbolic,
     unsupported_device,
     unsupported_dtype,
     unsupported_encoding,
+    unsupported_new,
     unsupported_state,
 )
 from triton_templates import Layout, next_power_of_2
@@ -39,8 +40,8 @@ def unsupported_reason(
     clip: Tensor | None = None,
 ) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::append``, or None."""
-    if symbolic(new.shape[2]):
-        return "the number of new tokens is symbolic"
+    if reason := unsupported_new(new.shape[2]):
+        return reason
     if new.shape[2] > MAX_STEP:
         return f"{new.shape[2]} new tokens are a prefill; the kernel appends {MAX_STEP} at most"
     plan = str(stored(parse_plan(plan)))
@@ -78,10 +79,11 @@ def append_as(
     """`append` to the ``tensors`` of this layout, the last of which are the segments' ends."""
     batch, heads, steps, _ = new.shape
     x = appending(tensors, new, p, layout, cos_sin, rope, clip)
-    kernels = load_kernels("append", layout=layout, **x.variables)
+    count = NewTokens.of(steps)
+    kernels = load_kernels("append", layout=layout, **x.variables, new_varies=count.varies)
     launch(
         kernels.append_step, (batch * (heads // x.constants["HEADS"]), x.parts), *x.arguments,
-        KV_HEADS=heads, NEW=steps, NEW_PADDED=next_power_of_2(steps), **x.constants,
+        KV_HEADS=heads, NEW=steps, NEW_PADDED=next_power_of_2(count.most), **x.constants,
     )  # fmt: skip
     launch(kernels.advance_ends, (batch,), tensors[-1], NEW=steps, **ages(p))
 

@@ -16,7 +16,7 @@ from lowering.codegen import load_kernels
 from lowering.triton import append, attention
 from lowering.triton.attention import Advance
 from lowering.triton.launch import launch
-from lowering.triton.layouts import layout_of, stored
+from lowering.triton.layouts import NewTokens, layout_of, stored
 from triton_templates import Layout, next_power_of_2
 
 
@@ -56,14 +56,16 @@ def append_both(
     rotation = step.cos_sin, step.rope
     k = append.appending(states[0], step.new_keys, plans[0], layouts[0], *rotation, step.k_clip)
     v = append.appending(states[1], step.new_values, plans[1], layouts[1], clip=step.v_clip)
+    count = NewTokens.of(new)
     kernels = load_kernels(
         "append_attention", k=layouts[0], v=layouts[1], k_rope=k.variables["rope"],
         k_clip_each=k.variables["clip_each"], v_clip_each=v.variables["clip_each"],
+        new_varies=count.varies,
     )  # fmt: skip
     launch(
         kernels.append_both, (batch * heads, k.parts + v.parts),
         *k.arguments, k.parts, *v.arguments,
-        KV_HEADS=heads, NEW=new, NEW_PADDED=next_power_of_2(new),
+        KV_HEADS=heads, NEW=new, NEW_PADDED=next_power_of_2(count.most),
         **_prefixed("K", k.constants), **_prefixed("V", v.constants),
     )  # fmt: skip
     ages = _prefixed("K", append.ages(plans[0])) | _prefixed("V", append.ages(plans[1]))

@@ -16,14 +16,15 @@ from lowering.support import dense, interpreted, unsupported_formats
 from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes, dequant_first
 from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import (
+    NewTokens,
     cos_sin_stride,
     layout_of,
     rooms,
-    symbolic,
     unsupported_codec,
     unsupported_decoding,
     unsupported_device,
     unsupported_dtype,
+    unsupported_new,
     unsupported_state,
 )
 from lowering.triton.timing import time_attention
@@ -70,15 +71,20 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
 def unsupported_query(a: AttentionArguments, kv_heads: int) -> str | None:
     """Why the kernels decline the query, its mask or its device, or None."""
     q, mask = a.q, a.mask
-    if symbolic(q.shape[2]):
-        return "the number of new tokens is symbolic"
-    rows = q.shape[1] // kv_heads * q.shape[2]
+    if reason := unsupported_new(q.shape[2]):
+        return reason
+    rows = most_rows(a, kv_heads)
     if rows > MAX_ROWS:
         return f"{rows} query rows share a KV head; the kernels take {MAX_ROWS}"
     for x, name in ((mask, "the mask"), (q, "the query")):
         if x is not None and x.dtype != torch.bool and (reason := unsupported_dtype(x, name)):
             return reason
     return unsupported_device(q)
+
+
+def most_rows(a: AttentionArguments, kv_heads: int) -> int:
+    """Query rows of a KV head, at most."""
+    return a.q.shape[1] // kv_heads * NewTokens.of(a.q.shape[2]).most
 
 
 @with_signature(AttentionArguments)
@@ -91,10 +97,10 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
 def best_sizes(a: AttentionArguments) -> AttentionSizes:
     """By measurement where there is a GPU, else by the table."""
     q, (keys, values) = a.q, a.states
-    batch, heads, queries, head_dim = q.shape
+    batch, head_dim = q.shape[0], q.shape[3]
     kv_heads, value_dim = keys.tokens.shape[1], values.tokens.shape[3]
     k, v = layout_of(a.k_plan, head_dim), layout_of(a.v_plan, value_dim)
-    rows, capacity = heads // kv_heads * queries, keys.capacity
+    rows, capacity = most_rows(a, kv_heads), keys.capacity
     table = attention_sizes(k, v, rows, batch * kv_heads, capacity, q)
     if not measurable(q.device):
         return table
@@ -106,17 +112,18 @@ def best_sizes(a: AttentionArguments) -> AttentionSizes:
         workload,
         table,
         q.device,
-        source=lambda sizes: render("attention", **_parameters((k, v), sizes, advances=False)),
+        source=lambda sizes: render("attention", **_parameters(a, (k, v), sizes, advances=False)),
         timer=partial(time_attention, attend),
     )
 
 
 def _parameters(
-    layouts: tuple[Layout, Layout], sizes: AttentionSizes, advances: bool
+    a: AttentionArguments, layouts: tuple[Layout, Layout], sizes: AttentionSizes, advances: bool
 ) -> dict[str, Any]:
     """The variables of the template."""
     tiles = {"tile": sizes.tile, "part": sizes.part, "edge_tile": sizes.edge_tile}
-    return {"k": layouts[0], "v": layouts[1], **tiles, "advances": advances}
+    varies = NewTokens.of(a.q.shape[2]).varies
+    return {"k": layouts[0], "v": layouts[1], **tiles, "advances": advances, "new_varies": varies}
 
 
 class Advance(NamedTuple):
@@ -187,10 +194,9 @@ def launch_splits(
         more: the arguments that not every kernel has, and constants that differ.
     """
     q = dense(a.q)
-    _, heads, queries, head_dim = q.shape
+    queries, head_dim = q.shape[2:]
     pairs, _, rows, value_dim = sums[0].shape
-    kernels = load_kernels("attention", **_parameters(layouts, sizes, advance is not None))
-    kv_heads = heads * queries // rows
+    kernels = load_kernels("attention", **_parameters(a, layouts, sizes, advance is not None))
     states = (*a.keys, *rooms(a.keys, layouts[0]), *a.values, *rooms(a.values, layouts[1]))
     kind, mask, mask_strides = _mask_arguments(q, a.mask)
     launch(
@@ -200,7 +206,7 @@ def launch_splits(
         mask_batch=mask_strides[0], mask_head=mask_strides[1], mask_query=mask_strides[2],
         mask_token=mask_strides[3], scale=a.scale * _LOG2_E, cap=a.softcap * _LOG2_E,
         window=a.window,
-        KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
+        KV_HEADS=a.keys[0].shape[1], QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
         FULL=q.dtype == torch.float32, WIDE=q.dtype == torch.float32 or interpreted(),
         **{"CAUSAL": a.causal} | more, WINDOWED=a.window > 0, CAPPED=a.softcap > 0,
@@ -219,7 +225,7 @@ def merged(
 ) -> Tensor:
     """Attention's result from what all splits have written, the last ones with these layouts and
     sizes. Moves the ends if that is still to be done."""
-    kernels = load_kernels("attention", **_parameters(layouts, sizes, advance is not None))
+    kernels = load_kernels("attention", **_parameters(a, layouts, sizes, advance is not None))
     batch, heads, queries, _ = a.q.shape
     pairs, splits, rows, value_dim = sums[0].shape
     out = a.q.new_empty((batch, heads, queries, value_dim))
@@ -230,7 +236,7 @@ def merged(
     launch(
         kernels.attention_merge, (pairs, rows),
         *sums, a.q if sinks is None else sinks, out, *ends,
-        KV_HEADS=heads * queries // rows, QUERIES=queries, ROWS=rows, SPLITS=splits,
+        KV_HEADS=a.keys[0].shape[1], QUERIES=queries, ROWS=rows, SPLITS=splits,
         SPLITS_PADDED=padded, STEP=min(_MERGE_STEP, padded), SINKS=sinks is not None,
         **ages,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from lowering.triton.attention import (
     empty_sums,
     launch_splits,
     merged,
+    most_rows,
     unsupported_query,
 )
 from lowering.triton.heuristics import (
@@ -221,12 +222,11 @@ def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
 
 def _attend(a: AttentionArguments, advance: Advance | None = None) -> Tensor:
     """`attention_chunks`; ``advance``: of the last segment."""
-    batch, heads, queries, _ = a.q.shape
     segments = list(_segments(a))
     kv_heads, value_dim = segments[0].arguments.keys[0].shape[1], segments[0].layouts[1].head_dim
-    rows = heads // kv_heads * queries
+    rows, pairs = most_rows(a, kv_heads), a.q.shape[0] * kv_heads
     sizes = [
-        attention_sizes(*x.layouts, rows, batch * kv_heads, x.arguments.keys[0].shape[2], a.q)
+        attention_sizes(*x.layouts, rows, pairs, x.arguments.keys[0].shape[2], a.q)
         for x in segments
     ]
     splits = [s.splits + s.edge_splits for s in sizes]

@@ -83,7 +83,7 @@ def attention_sizes(
     wide = query.dtype == torch.float32
     if dequant_first(k, v):
         # Keys are decoded in registers, and outliers compared with all of their channels.
-        tile = 16 if k.outliers or v.outliers else 32
+        tile = 32
     elif v.lanewise or (wide and k.identity and v.identity):
         # Scales of every channel, or exact tokens of twice the bytes.
         tile = 32

@@ -11,6 +11,7 @@ from kvpass._torch_sizes import symbolic_mode, symbolic_size
 from kvpass.errors import KernelError
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.parse import parse_plan
+from kvpass.format.retention import MAX_STEP
 from kvpass.format.rope import Rope
 from kvpass.ops.chunks import reorder_chunks_fake
 from kvpass.ops.cos_sin import pack_cos_sin_fake
@@ -33,6 +34,7 @@ def layer_launches(
     heads_per_group: int,
     dtype: torch.dtype = torch.float16,
     with_sinks: bool = False,
+    new_varies: bool = False,
     **variant: Any,
 ) -> list[Launch]:
     """What a layer launches for a prompt, for one decode step, and for a second prompt.
@@ -46,6 +48,7 @@ def layer_launches(
         heads_per_group: query heads that share a KV head.
         dtype: the model's dtype.
         with_sinks: whether attention has sinks.
+        new_varies: the step has up to `MAX_STEP` new tokens, another number each time; else one.
         variant: more arguments of ``kvpass::attention``: ``causal``, ``window``, ``softcap``.
 
     Raises:
@@ -57,11 +60,16 @@ def layer_launches(
         if parse_plan(k_plan).room is None:
             tokens = symbolic_size(mode, "tokens", _TOKENS)
         keys, values = _prompt(tokens, key_dim, dtype), _prompt(tokens, value_dim, dtype)
-        q = keys.new_empty(1, KV_HEADS * heads_per_group, 1, key_dim)
+        new: Any = 1
+        if new_varies:
+            new = symbolic_size(mode, "new", MAX_STEP)
+            # The guard of a graph that appends before it attends.
+            assert new <= MAX_STEP
+        q = keys.new_empty(1, KV_HEADS * heads_per_group, new, key_dim)
         sinks = q.new_empty(KV_HEADS * heads_per_group) if with_sinks else None
         state = _chunked_state if parse_plan(k_plan).op_suffix else _state
         arguments = (q, state(keys, k_plan), state(values, v_plan), None, 1.0, k_plan, v_plan)
-        _step(_new_token(keys), _new_token(values), *arguments, sinks, **variant)
+        _step(_new_tokens(keys, new), _new_tokens(values, new), *arguments, sinks, **variant)
     return launches
 
 
@@ -69,8 +77,8 @@ def _prompt(tokens: Any, dim: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(1, KV_HEADS, tokens, dim, dtype=dtype, device="cuda")
 
 
-def _new_token(x: Tensor) -> Tensor:
-    return x.new_empty(1, KV_HEADS, 1, x.shape[3])
+def _new_tokens(x: Tensor, count: Any) -> Tensor:
+    return x.new_empty(1, KV_HEADS, count, x.shape[3])
 
 
 def _state(x: Tensor, plan: str) -> list[Tensor]:
@@ -115,7 +123,7 @@ def _rotation(keys: Tensor, plan: str) -> tuple[Tensor | None, str | None]:
     if parse_plan(plan).rope is not None:
         return None, None
     dim = keys.shape[3]
-    return keys.new_empty(1, 1, dim), str(Rope("halves", 0, dim))
+    return keys.new_empty(1, keys.shape[2], dim), str(Rope("halves", 0, dim))
 
 
 def _chunked_state(x: Tensor, plan: str) -> list[Tensor]:

@@ -6,11 +6,14 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvpass._torch_sizes import at_most
 from kvpass.format.parse import parse_plan
+from kvpass.format.retention import MAX_STEP
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
 from lowering.support import (
@@ -42,7 +45,8 @@ def layout_of(plan: str, head_dim: int) -> Layout:
         codec.group if heads_per_group == 1 else head_dim, p.ring, sliding, p.sinks,
         codec.qparams, codec.ternary_in_2bit, codec.static_ranges, heads_per_group, codec.outliers,
         codec.decoded_codebook or (), codec.midpoints,
-        None if p.rope is None else (p.rope.start, p.rope.stop), p.layout.names,
+        None if p.rope is None else (p.rope.start, p.rope.stop, p.rope.kind == "neighbours"),
+        p.layout.names,
         tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3,
         ratio=p.retention.ratio if p.grows else None, pivotal=p.retention.pivotal > 0,
     )  # fmt: skip
@@ -69,6 +73,30 @@ def cos_sin_stride(state: State) -> int:
 def symbolic(size: object) -> bool:
     """Whether a tensor's size is not known, only named."""
     return not isinstance(size, int)
+
+
+class NewTokens(NamedTuple):
+    """How many new tokens kernels are made for.
+
+    Attributes:
+        most: so many, or up to so many.
+        varies: the kernels get their number as an argument, since it is symbolic.
+    """
+
+    most: int
+    varies: bool
+
+    @classmethod
+    def of(cls, new: int | torch.SymInt) -> NewTokens:
+        """The number for a step of so many tokens."""
+        return cls(MAX_STEP, True) if symbolic(new) else cls(int(new), False)
+
+
+def unsupported_new(new: int | torch.SymInt) -> str | None:
+    """Why no kernel takes so many new tokens, or None."""
+    if symbolic(new) and not at_most(new, MAX_STEP):
+        return f"the number of new tokens is symbolic, and may be more than {MAX_STEP}"
+    return None
 
 
 @cache
@@ -105,8 +133,6 @@ def unsupported_codec(plan: str) -> str | None:
     """Why the Triton kernels cannot work on tokens stored so, or None."""
     p = parse_plan(plan)
     codec = p.codec
-    if p.rope is not None and p.rope.kind != "halves":
-        return f"rotary embedding {p.rope} of neighbours is not supported"
     if p.rope is not None and codec.identity:
         return "exact keys before their rotary embedding are not supported"
     if reason := unsupported_groups(codec) or unsupported_filter(plan):

@@ -135,6 +135,20 @@ def test_clones_are_found():
                                                     "aten.copy_.default of x"]  # fmt: skip
 
 
+def test_steps_of_several_tokens(monkeypatch):
+    """As assisted generation has them, of another number each time: one graph for all."""
+    monkeypatch.setattr(module, "_SHAPE", replace(module._SHAPE, layers=1))
+    monkeypatch.setattr(module, "_LENGTHS", (300, 3, 5, 4))
+    _, *steps = dry_run(DYNAMIC)
+    assert [g.kind for g in steps] == ["decode"] * len(steps)
+    for graph in steps:
+        assert [k.problem for k in graph.failed] == []
+        assert graph.right
+        assert graph.providers["append_attention by triton"] == 1
+    varying = [k for k in steps[-1].kernels if k.name == "attention_split"]
+    assert [k.signature["QUERIES"] for k in varying] == ["i32"]
+
+
 def test_waits_are_found(monkeypatch):
     """Where PyTorch serves an op that reads lengths; no CUDA graph can replay that."""
     monkeypatch.setattr(module, "_SHAPE", replace(module._SHAPE, layers=1))

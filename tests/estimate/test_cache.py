@@ -16,9 +16,12 @@ from kvpass.estimate.shapes import LayerShape, ModelShape, model_shape
 from kvpass.evaluate import cache_bytes
 from kvpass.format.codec import Codec
 from kvpass.format.retention import RetentionPolicy
+from kvpass.format.shard import Shard
+from kvpass.format.sharded_plan import ShardedPlan
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 from kvpass.recipes import RECIPES, written_recipe
+from kvpass.tensor.sharded import ShardedKV
 from kvpass.tensor.size import held_bytes, stored_bits
 from kvpass.zoo import families
 from tests.harness import compiled, run_steps
@@ -57,6 +60,36 @@ def test_every_recipe(name: str) -> None:
         bytes_held, bits = real(plan, batch, tokens)
         assert cache.nbytes(batch, tokens) == bytes_held
         assert cache.stored(batch, tokens)[0] == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("name", ["fp", "kivi-2bit", "skvq-k2v2", "kvquant-nuq3-1%", *RATIOS])
+def test_parts_on_several_devices(name: str) -> None:
+    """The first device holds what is estimated, and no other one more."""
+    k, v = torch.randn(2, 1, HEADS, 48, DIM)
+    plan = layer_plan(name, k, v)
+    # Their positions are counted in `test_every_recipe`.
+    plan = replace(plan, keys=replace(plan.keys, rope=None))
+    shape = model_of(replace(LAYER, rope=0))
+    x = torch.randn(2, HEADS, 4000, DIM, dtype=torch.bfloat16)
+    held = []
+    for rank in range(3):
+        shard = Shard(rank, 3, "0")
+        cache = ModelCache.packed(shape, written_recipe(name), torch.bfloat16, shard)
+        handles = [sharded(p, shard, x, plan.key_ranges) for p in (plan.keys, plan.values)]
+        held.append(held_bytes(handles))
+        assert cache.nbytes(2, 4000) == held[rank]
+        parts = [x.part for x in handles]
+        assert cache.stored(2, 4000)[0] == pytest.approx(stored_bits(parts))
+    whole = ModelCache.packed(shape, written_recipe(name), torch.bfloat16).nbytes(2, 4000)
+    assert max(held) == held[0] < whole
+
+
+def sharded(plan: TensorPlan, shard: Shard, x: torch.Tensor, ranges: Any) -> ShardedKV:
+    """The part of a cache tensor that holds ``x`` ``[B, H, T, D]``."""
+    part = ShardedPlan.of(plan, shard)
+    given = ranges.tensor() if plan.codec.static_ranges else None
+    state = torch.ops.kvpass.pack_shard(x, str(part), given)
+    return ShardedKV.of_prompt(state, part, x.shape[2], x.dtype)
 
 
 def test_auto_uses_its_budget() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from kvpass.errors import OptionError
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.devices import DEVICES, Device, known_device, parse_bytes
 from kvpass.estimate.estimate import Estimate, Setting, break_even, estimate
+from kvpass.estimate.links import Link, gathered, known_link
 from kvpass.estimate.report import estimate_json, estimate_section
 from kvpass.estimate.shapes import model_shape
+from kvpass.format.shard import Shard
 from kvpass.recipes import written_recipe
 from kvpass.zoo.families import tiny_config
 from tests.estimate.test_cache import LAYER, model_of
@@ -98,6 +101,41 @@ def test_experts_are_read_as_far_as_they_are_chosen():
     assert all_of_them == 2 * (shape.matrices + shape.experts)
 
 
+def test_devices_that_share_sequences():
+    link = Link("slow", 1e6, start=1e-3, hop=1e-4)
+    names = ["kivi-2bit", "cocktail"]
+    alone, shared = (
+        estimate(setting(batch=2, devices=n, link=link, context=5000), names) for n in (1, 4)
+    )
+    shape = model_shape(TWO_LAYERS, DTYPE)
+    assert shared[:2] == alone[:2]
+    kivi, part = alone[2], shared[2]
+    assert (kivi.gathers, kivi.sent, kivi.link_ms) == (0, 0, 0.0)
+    # Two layers of 4 query heads of 64 channels; with the first one travels a number more.
+    sent = [2 * 4 * 4 * (64 + 2), 2 * 4 * 4 * (64 + 1)]
+    assert (part.gathers, part.sent) == (2, sum(sent))
+    assert part.link_ms == pytest.approx(sum(1 + 3 * (0.1 + n / 1e3) for n in sent))
+    cache = ModelCache.packed(shape, written_recipe("kivi-2bit"), DTYPE, Shard(0, 4, "0"))
+    assert part.held == cache.nbytes(2, 5000) < kivi.held / 2
+    assert part.ms - part.link_ms == pytest.approx(1e3 * part.read / 1e9 / 0.8)
+    assert part.read - shape.read_weights(2) < (kivi.read - shape.read_weights(2)) / 2
+    attention = shape.flops(2, 5000) - shape.flops(2, 0)
+    own = shape.flops(2, 5120, Shard(0, 4, "0")) - shape.flops(2, 0)
+    assert 5000 * own == attention * 1280
+    table = str(estimate_section(setting(devices=4, link=link), shared))
+    assert "1,000 tokens, on each of 4 devices that share the sequences" in table
+    assert "slow: 0.001 GB/s; each layer's gather takes 1000 us, and 100 us in each of 3" in table
+    assert f"{part.sent / 2e3:.2f}" in table
+    assert part.layer == 2 * 5000 * 2 * 4 * 64 * 2
+    assert "in parts needs at least 0.010 GB beside the cache on each" in table
+    assert "cocktail" in table
+
+
+def test_decoded_latents_are_sent_whole():
+    shape, shard = model_of(replace(LAYER, latents=True, heads=1)), Shard(0, 4, "0")
+    assert gathered(shape, 3, 1000, DTYPE, shard) == [3 * 256 * 64 * 2] * 2
+
+
 def test_table_and_rows():
     found = estimate(setting(), ["cocktail", "kvmix", "kivi-2bit,group=48,residual=96"])
     table = str(estimate_section(setting(), found))
@@ -124,6 +162,12 @@ def test_options():
         setting(dtype=torch.float32)
     with pytest.raises(OptionError, match="bandwidth=0 is not supported"):
         Device("mine", 1 << 30, 0)
+    with pytest.raises(OptionError, match=r"Unknown link 'nvlink'\. Did you mean 'nvlink"):
+        known_link("nvlink")
+    with pytest.raises(OptionError, match="devices=0 is not supported"):
+        setting(devices=0)
+    with pytest.raises(OptionError, match="link bandwidth=0 is not supported"):
+        Link("mine", 0, 0)
     with pytest.raises(OptionError, match="Unknown recipe 'kivi-3bit'"):
         estimate(setting(), ["kivi-3bit"])
     assert all(0.5e12 < d.flops / d.bandwidth * 1e10 < 5e12 for d in DEVICES.values())

@@ -13,6 +13,7 @@ from kvpass.estimate.devices import known_device
 from kvpass.estimate.estimate import Setting, estimate
 from kvpass.estimate.shapes import ModelShape, model_shape
 from kvpass.format.codec import Codec
+from kvpass.format.shard import Shard
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import written_recipe
@@ -130,6 +131,29 @@ def test_skvq_table_6(batch: int, thousands: int) -> None:
         counted = llama.read_weights(batch) + cached / 2 + outputs
         assert counted / 1e9 == close(access)
         assert 1e3 * counted / device.bandwidth == close(ms)
+
+
+@pytest.mark.parametrize(("size", "name"), TABLE_6)
+def test_a_part_of_kvquant_table_6(size: str, name: str) -> None:
+    """Section 4.2: 10 million tokens of LLaMA-7B on 8 GPUs, with nuq2."""
+    shard, recipe = Shard(0, 8, "0"), written_recipe(f"kvquant-{name},window=0,sinks=1")
+    cache = ModelCache.packed(shape(size), recipe, torch.float16, shard)
+    assert 8 * cache.nbytes(1, LENGTHS[-1]) / GIB == close(TABLE_6[size, name][-1])
+
+
+def test_ten_million_tokens_on_eight_gpus() -> None:
+    """Nuq2 alone fills 8 GPUs of 80 GB (2^30 bytes each), so that there the weights must be spread,
+    too, which sharding does not: with all of them on each, larger GPUs are needed."""
+    names, config = ["kvquant-nuq2,window=0,sinks=1"], LLAMA["7B"].config()
+    for name, fits in (("a100-80gb", False), ("h200", True)):
+        device = known_device(name)
+        *_, found = estimate(Setting(config, device, context=10**7, devices=8), names)
+        assert found.context is not None
+        assert (found.context >= 10**7) is fits
+        assert found.held < 80 * GIB < found.held + found.weights
+        # Of each layer, one output for each of 32 heads of 128 channels.
+        assert found.sent == 4 * 32 * (32 * (128 + 1) + 1)
+        assert found.link_ms < 0.02 * found.ms
 
 
 def test_skvq_reads_a_million_tokens_on_one_gpu() -> None:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.compiler import GPUTarget
 
+from kvpass._torch_sizes import symbolic_mode, symbolic_size
 from kvpass.graph.analysis.sites import Sites
 from kvpass.ops.cos_sin import rotated
 from kvpass.ops.pack import pack_fake
@@ -206,6 +207,17 @@ def test_aten_where_a_kernel_turns_out_not_to_compile(monkeypatch):
 def test_reasons(arguments, op, reason):
     choices = lower(decode_graph(FakeTensorMode(), **arguments))
     assert ("triton", reason) in next(c for c in choices if c.op == op).declined
+
+
+def test_a_symbolic_number_of_new_tokens():
+    """As its guards bound it: an append before attention is one of a step."""
+    reason = "the number of new tokens is symbolic, and may be more than 16"
+    for most, declined in ((16, None), (17, reason)):
+        mode = symbolic_mode()
+        new_tokens = symbolic_size(mode, "new", 5)
+        assert new_tokens <= most
+        choices = lower(decode_graph(mode, new_tokens=new_tokens))
+        assert [dict(c.declined).get("triton") for c in choices] == [declined] * 3
 
 
 def provider(op, name):

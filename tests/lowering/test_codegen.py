@@ -26,7 +26,7 @@ def _folder(tmp_path, monkeypatch):
 
 
 def test_loads_and_remembers(tmp_path):
-    parameters = {"layout": LAYOUT, "rope": None, "clip_each": False}
+    parameters = {"layout": LAYOUT, "rope": None, "clip_each": False, "new_varies": False}
     module = codegen.load_kernels("append", **parameters)
     assert module.append_step.__name__ == "append_step"
     (path,) = tmp_path.iterdir()
@@ -101,6 +101,7 @@ def test_generated_files_pass_the_linter(template, tmp_path):
             "layout": layout, "rope": (0, 16, True), "clip_each": False, "k": layout, "v": values,
             "k_rope": (0, 16, False), "k_clip_each": False, "v_clip_each": True,
             "tile": 32, "part": 16, "edge_tile": 32, "advances": layout.by_channel,
+            "new_varies": layout.identity,
         }  # fmt: skip
         codegen.write_source(template, render(template, **parameters))
     command = (sys.executable, "-m", "ruff", "check", "--isolated", str(tmp_path))

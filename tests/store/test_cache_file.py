@@ -126,13 +126,15 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
         "import sys, torch, kvpass, kvpass.backend\n"
         "from tests.harness import compiled, run_steps\n"
         "from tests.models import prompt, tiny_model\n"
+        # Another number of threads than here.
+        "torch.set_num_threads(3 - min(2, int(sys.argv[3])))\n"
         "model = compiled(\n"
         "    tiny_model('llama', layers=1), kvpass.recipe('kivi-2bit', group=8, residual=16))\n"
         "cache = kvpass.load_cache(sys.argv[1], model, tokens=prompt(1, 40))\n"
         "logits, _ = run_steps(model, prompt(1, 8, 5), [1] * 8, cache=cache)\n"
         "torch.save(logits, sys.argv[2])\n"
     )
-    arguments = [str(saved.path), str(tmp_path / "logits.pt")]
+    arguments = [str(saved.path), str(tmp_path / "logits.pt"), str(torch.get_num_threads())]
     subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, check=True)
     wanted, _ = run_steps(saved.model, prompt(1, 8, 5), [1] * 8, cache=saved.cache)
     assert torch.equal(torch.load(arguments[1]), wanted)
@@ -235,8 +237,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     kvpass.Plan().save(tmp_path / "plan.safetensors")
     refuses("is damaged, or no saved cache: KeyError", path=tmp_path / "plan.safetensors")
     refuses("is damaged, or no saved cache", path=tmp_path)
-    rewritten(saved.path, format=2)
-    refuses("has format 2; this version reads 1")
+    rewritten(saved.path, format=1)
+    refuses("has format 1; this version reads 2")
     # Not compiled yet: it goes on in the format in which the cache was begun.
     saved.save()
     plain = tiny_model("llama", layers=1)
@@ -311,6 +313,12 @@ def test_damaged_files_answer_nothing(tmp_path: Path) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert len(sentences) > 400
     assert not any("\n" in sentence for sentence in sentences)
+    # The header of another file of the same model and sizes.
+    _, saved.cache = run_steps(saved.model, prompt(1, 40, 1), [40])
+    saved.save(tokens=prompt(1, 40, 1))
+    saved.path.write_bytes(saved.path.read_bytes()[:header] + content[header:])
+    with pytest.raises(CacheFileError, match="is damaged, or no saved cache"):
+        saved.load()
 
 
 def test_strides_and_shared_memory_are_kept(tmp_path: Path) -> None:

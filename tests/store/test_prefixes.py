@@ -94,6 +94,26 @@ def test_what_follows_a_whole_text_never_stopped(family: str, tmp_path: Path) ->
     assert store.find(other, joined(text, question)) is None
 
 
+def test_rows_go_on_from_what_they_begin_with(tmp_path: Path) -> None:
+    """A batch, sequences of one prompt, and beams: as from a cache that was repeated by hand."""
+    model = compiled(tiny_model("llama", layers=1), KIVI)
+    store, text = eager(tmp_path), prompt(1, 90)
+    several = {"num_return_sequences": 3, "do_sample": True, "max_new_tokens": 6}
+    beams = {"num_beams": 2, "do_sample": False, "max_new_tokens": 6}
+    question = joined(text, prompt(1, 1))
+    batch = joined(text.expand(3, -1), prompt(3, 2, seed=1))
+    for rows, ids, options in ((3, question, several), (2, question, beams), (3, batch, GREEDY)):
+        _, cache = run_steps(model, text, [90], cache=DynamicCache(config=model.config))
+        cache.reorder_cache(torch.zeros(rows, dtype=torch.long))
+        torch.manual_seed(0)
+        wanted = model.generate(ids, past_key_values=cache, **options)
+        torch.manual_seed(0)
+        with store.use(model):
+            assert torch.equal(model.generate(ids, **options), wanted)
+    counted = store.statistics
+    assert (counted.lookups, counted.hits, counted.tokens, counted.files) == (3, 2, 180, 1)
+
+
 def test_those_used_longest_ago_leave(read: Any, tmp_path: Path) -> None:
     store = eager(tmp_path / "one")
     assert add(store, read, 0)
@@ -237,11 +257,10 @@ def test_what_a_store_does_not_serve(read: Any, tmp_path: Path) -> None:
     model, text, store = read[0], prompt(1, 80), eager(tmp_path)
     with store.use(model):
         for given, sentence in (
-            ({"num_beams": 2}, "num_beams=2 is not supported; allowed: 1, within PrefixStore.use"),
-            ({"past_key_values": DynamicCache()}, "past_key_values=.*; allowed: None"),
+            ({"past_key_values": DynamicCache()}, "past_key_values=.*; allowed: None, within Pre"),
             ({"cache_implementation": "static"}, "cache_implementation='static' .*: None"),
             ({"attention_mask": torch.zeros_like(text)}, "attention_mask=.*: without padding"),
-            ({"inputs": prompt(2, 80)}, "tokens=.* allowed: those of one sequence"),
+            ({"inputs": None}, r"tokens=\(0,\) is not supported; allowed: whole numbers"),
         ):
             with pytest.raises(KvpassError, match=sentence):
                 model.generate(**{"inputs": text, **GREEDY, **given})

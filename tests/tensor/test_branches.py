@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +25,7 @@ from kvpass.evaluate import cache_bytes
 from kvpass.format.parse import parse_plan
 from kvpass.format.retention import MAX_STEP
 from kvpass.ops import logical
+from kvpass.tensor import copies
 from kvpass.tensor.packed import PackedKV
 from kvpass.tensor.size import held_bytes
 from tests.harness import compiled, graphs_compiled, run_steps
@@ -32,6 +37,7 @@ RATIOS = (
     "int4.token8/window=8,pack_every=1,fraction=0.2",
 )
 KEYS = "int2.channel8/window=0,pack_every=16"
+ROW = torch.tensor([1, 0])
 
 
 def reserved(handle: PackedKV, new: Tensor) -> None:
@@ -67,10 +73,17 @@ class Pair:
         assert torch.equal(self.branch.decode(), self.alone.decode())
 
 
-KINDS = [*["step"] * 4, *["fork"] * 2, "crop", "long", "reorder", "drop", "zero", "fail"]
+KINDS = [*["step"] * 4, *["fork"] * 2, "crop", "long", *["reorder"] * 2, "drop", "zero", "fail"]
 
 
-@settings(max_examples=150)
+@pytest.fixture
+def rows_share_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little it is."""
+    monkeypatch.setattr(copies, "_saves", lambda x, fields, common: common > 0)
+
+
+@pytest.mark.usefixtures("rows_share_all")
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_branch_sees_the_tokens_of_another(data: Any) -> None:
     plan = data.draw(st.one_of(tensor_plans(16), st.sampled_from(RATIOS).map(parse_plan)))
@@ -79,7 +92,8 @@ def test_no_branch_sees_the_tokens_of_another(data: Any) -> None:
     def fresh(*lengths: int) -> Tensor:
         nonlocal seed
         seed += 1
-        return randn(2, 2, data.draw(st.sampled_from(lengths)), 16, seed=seed)
+        # With 4 heads windows are whole pages, and rows share them.
+        return randn(2, 4, data.draw(st.sampled_from(lengths)), 16, seed=seed)
 
     with poisoned():
         first = logical.append(None, fresh(10, 33, 100, 250), str(plan))
@@ -97,7 +111,10 @@ def test_no_branch_sees_the_tokens_of_another(data: Any) -> None:
                 left = max(1, pair.branch.shape[2] - data.draw(st.sampled_from([1, 3, 30])))
                 pairs[at] = pair.do(lambda x, left=left: x[..., :left, :])
             elif kind == "reorder":
-                pairs[at] = pair.do(lambda x: x.index_select(0, torch.tensor([1, 0])))
+                rows = torch.tensor(data.draw(st.sampled_from([[1, 0], [0, 0], [1, 1]])))
+                pairs[at] = pair.do(lambda x, rows=rows: x.index_select(0, rows))
+                # Rows that share nothing.
+                pairs[at].alone = pairs[at].alone.clone()
             elif kind == "zero":
                 pairs[at] = pair.do(PackedKV.zero_)
             elif len(pairs) > 1:
@@ -134,9 +151,11 @@ def test_threads_may_run_branches_at_the_same_time() -> None:
         pair.check()
 
 
-def test_branches_are_saved_as_copies() -> None:
-    pairs = forks(KEYS, 3)
-    for seed, pair in enumerate(pairs):
+@pytest.mark.usefixtures("rows_share_all")
+def test_branches_and_rows_are_saved_as_copies() -> None:
+    pairs = forks(KEYS, 4)
+    pairs[3] = pairs[3].do(lambda x: x.repeat_interleave(2, dim=0).index_select(0, ROW))
+    for seed, pair in enumerate(pairs[:3]):
         pairs[seed] = pair.do(lambda x, seed=seed: step(x, randn(1, 2, 1, 16, seed=seed)))
     file = io.BytesIO()
     torch.save([pair.branch for pair in pairs], file)
@@ -167,6 +186,79 @@ def test_eight_branches_hold_little_more_than_one(dtype: torch.dtype) -> None:
     del caches[1:]
     gc.collect()
     assert held() < 1.02 * held_bytes([x.clone() for x in caches[0]])
+
+
+def resident(tensors: Sequence[Tensor]) -> int:
+    """Bytes in memory where these tensors are; a page that is mapped n times counts n times 1/n."""
+    ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (area := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            start, end = (int(x, 16) for x in area.groups())
+            counts = any(first <= start and end <= last for first, last in ranges)
+        elif counts and line.startswith("Pss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+def test_rows_of_a_batch_hold_what_they_begin_with_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16,384 tokens, 8 rows, and 16 of each row's own; a step, as beams take it, in between."""
+    plan = recipe("kivi-4bit").layer_plan("*", 64, 64)
+    text = randn(1, 2, 16384, 64, dtype=torch.bfloat16)
+    first = [logical.append(None, text, str(p)) for p in (plan.keys, plan.values)]
+    one = held_bytes(first)
+    rows = [x.repeat_interleave(8, dim=0) for x in first]
+    alone = [torch.cat([x] * 8) for x in first]
+    assert held_bytes(alone) > 7.9 * one
+    assert held_bytes(rows) < 1.001 * one
+    order = torch.tensor([1, 1, 2, 0, 4, 5, 6, 7])
+    # Each row's tensors have pages for themselves where it has written.
+    for count, index, most in ((1, order, 1.05), (15, torch.arange(8), 1.13)):
+        new = randn(8, 2, count, 64, seed=count, dtype=torch.bfloat16)
+        rows, alone = ([step(x, new).index_select(0, index) for x in c] for c in (rows, alone))
+        assert held_bytes(rows) < most * one
+    left = [[x[..., :16300, :] for x in cache] for cache in (rows, alone)]
+    # Decoded into each row's window: the group that is cut through.
+    assert held_bytes(left[0]) < 1.3 * one
+    # Beyond the room that there is.
+    for x in (*rows, *alone):
+        x.reserve(9000)
+    for cache in ((rows, alone), left):
+        assert all(torch.equal(*(x.decode() for x in pair)) for pair in zip(*cache, strict=True))
+    assert held_bytes(rows) < most * one
+    # Where the system gives no more files.
+    with monkeypatch.context() as patched:
+        patched.setattr("os.memfd_create", Mock(side_effect=OSError))
+        assert held_bytes([x.repeat_interleave(8, dim=0) for x in first]) > 7.9 * one
+    mapped = [t for x in rows for t in (x.codes, x.qparams, x.window)]
+    assert 0.9 * one < resident(mapped) <= held_bytes(rows)
+    assert held_bytes([x.clone() for x in rows]) > 8 * one
+    files = len(os.listdir("/proc/self/fd"))
+    del rows, left, mapped, cache
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files - 2
+
+
+@pytest.mark.usefixtures("rows_share_all")
+def test_a_model_goes_on_with_rows_that_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled(tiny_model("llama", layers=1), recipe("kivi-2bit", group=8, residual=16))
+    torch._dynamo.reset()
+    caches = [run_steps(model, prompt(1, 250), [250])[1] for _ in range(2)]
+    caches[0].batch_repeat_interleave(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(copies, "_saves", lambda *_: False)
+        caches[1].batch_repeat_interleave(3)
+    assert [c.layers[0].keys._line.rows is not None for c in caches] == [True, False]
+    for turn in range(4):
+        ids = prompt(3, 6, turn)
+        wanted, _ = run_steps(model, ids, [1] * 6, cache=caches[1])
+        graphs = graphs_compiled()
+        found, _ = run_steps(model, ids, [1] * 6, cache=caches[0])
+        assert torch.equal(found, wanted)
+        assert graphs_compiled() == graphs
+        for c in caches:
+            c.reorder_cache(torch.tensor([2, 2, 0]))
+            c.crop(-1 - 9 * (turn % 2))
 
 
 @pytest.mark.parametrize("before_rope", [False, True])

@@ -63,6 +63,13 @@ def test_steps(plans):
             poison(state, plan)
 
 
+@pytest.mark.parametrize("plans", [CASES[4], CASES[6], CASES[7]], ids=str)
+def test_a_number_of_tokens_that_varies(plans, monkeypatch):
+    """It is an argument of the kernels; the interpreter takes no symbol for it."""
+    monkeypatch.setattr("lowering.triton.layouts.symbolic", lambda size: True)
+    test_steps(plans)
+
+
 def test_keys_that_get_their_rotary_embedding_when_they_are_read():
     plans = PLANS["nuq3-1%"]
     keys, values = states_of(plans, 40, torch.float16, 2, dim=DIM)

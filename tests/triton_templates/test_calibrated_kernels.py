@@ -23,7 +23,7 @@ from tests.triton_templates.test_attention_kernel import query
 pytestmark = pytest.mark.interpreter
 
 ops = torch.ops.kvpass
-DECLINED = {"neighbours": "of neighbours", "fp": "exact keys before", "sliding": "window slides"}
+DECLINED = {"fp": "exact keys before", "sliding": "window slides"}
 TAKEN = {name: plans for name, plans in PLANS.items() if name not in DECLINED}
 # Decoded in fp32; sums of products are rounded in another order.
 FP32_TOLERANCE = 1e-6
@@ -45,10 +45,12 @@ def test_attention(name):
         check(TAKEN[name], keys, values, query(2, 4, 1, 64, dtype))
 
 
-@pytest.mark.parametrize(("bits", "dim"), [(2, 80), (3, 96)])
-def test_lanes_that_hold_no_channel(bits, dim):
+@pytest.mark.parametrize(
+    ("bits", "dim", "rope"), [(2, 80, "halves0-80"), (3, 96, "neighbours0-96")]
+)
+def test_lanes_that_hold_no_channel(bits, dim, rope):
     plans = (
-        nuq(bits, "channel0", 4, rest=f"/rope=halves0-{dim}"),
+        nuq(bits, "channel0", 4, rest=f"/rope={rope}"),
         nuq(bits, f"token{2 * dim}", 4),
     )
     keys, values = states_of(plans, 50, torch.float32, 2, dim)

@@ -21,17 +21,19 @@ outliers=0, codebook=(), midpoints=(), rope=None, segment=None, base3=False, rat
 pivotal=False)
 #   rope = None
 #   clip_each = False
+#   new_varies = False
 \"\"\"Append of a decode step to a cache tensor: int4.channel32, 64 channels.
 """
 
 
 def test_header():
     layout = Layout(64, 4, "channel", 32, 143)
-    assert render("append", layout=layout, rope=None, clip_each=False).startswith(HEADER)
+    text = render("append", layout=layout, rope=None, clip_each=False, new_varies=False)
+    assert text.startswith(HEADER)
 
 
 def test_a_missing_parameter_is_an_error():
-    with pytest.raises(jinja2.UndefinedError, match="'layout' is undefined"):
+    with pytest.raises(jinja2.UndefinedError, match="'new_varies' is undefined"):
         render("append")
 
 

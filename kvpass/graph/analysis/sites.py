@@ -17,7 +17,8 @@ from kvpass.graph.spellings import op_name
 
 # What a cache tensor is read as; unknown if by no known attention, or as both.
 Role = Literal["keys", "values", "unknown"]
-_MODULE = re.compile(r"^L\['self'\]\.?")
+# How Dynamo names the model: L['self'], or of a forward with another signature L['args'][0].
+_MODEL = re.compile(r"^L\['\w+'\](?:\[0\])?\.?")
 
 
 @dataclass
@@ -127,7 +128,7 @@ def module_path(node: Node) -> str:
     """The path of the module that ``node`` was traced in, e.g. ``model.layers.0.self_attn``."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(next(reversed(stack.values()))[0]) if stack else ""
-    return _MODULE.sub("", path)
+    return _MODEL.sub("", path)
 
 
 def nearest_miss(node: Node, sites: Sites) -> Miss:

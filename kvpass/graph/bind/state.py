@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelBasis, channel_basis
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.layout import Field
+from kvpass.format.retention import MAX_STEP
+from kvpass.format.sharded_plan import ShardedPlan
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.static import StaticUpdate
 from kvpass.graph.bases import (
@@ -45,6 +47,7 @@ from kvpass.graph.bind.binding import (
 from kvpass.graph.bind.chunks import ChunkBinder
 from kvpass.graph.bind.constants import bind_constants
 from kvpass.graph.bind.rotary import RotaryBinder
+from kvpass.graph.bind.shard import ShardBinder
 from kvpass.graph.bind.sizes import drop_unread_sizes, growing_argument, room_argument
 from kvpass.graph.calls import add_call
 from kvpass.graph.logical_calls import (
@@ -120,6 +123,7 @@ class _Binder:
         self.symbols = symbol_positions(graph)
         self.rotary = RotaryBinder(graph, self.positions)
         self.chunks = ChunkBinder(graph, self.positions)
+        self.shards = ShardBinder(graph)
         self._bind = {
             logical.append: self._append,
             logical.attention: self._attention,
@@ -180,8 +184,8 @@ class _Binder:
             self.statics.append(self._static_step(static))
         if past is None:
             stored = str(self._stored(node))
-            pack, constants = ops.pack.default, {"ranges": call.ranges, **self._clip(node)}
-            self._fresh(node, add_call(self.graph, pack, call.new, stored, **constants))
+            pack, constants = op_of(plan, "pack"), {"ranges": call.ranges, **self._clip(node)}
+            self._fresh(node, add_call(self.graph, pack, self._new(call), stored, **constants))
             if plan.rope is not None:
                 self.state[node].append(self.rotary.packed(node, stored))
             return
@@ -189,9 +193,17 @@ class _Binder:
         if plan.rope is not None:
             self.rotary.append(node, own[plan.layout.names.index("segment_ends")])
         rotated = () if call.rope is None else (self.rotary.kept(node), call.rope)
-        arguments = (own, call.new, call.plan, *rotated)
+        arguments = (own, self._new(call), call.plan, *rotated)
         add_call(self.graph, op_of(plan, "append"), *arguments, **self._clip(node))
         self.state[node] = self.state[past]
+
+    def _new(self, call: AppendCall) -> Node:
+        """The new tokens of a step; those of a prompt that is sharded are compared with others'."""
+        plan = call.parsed
+        if not isinstance(plan, ShardedPlan):
+            return call.new
+        prompt = call.past is None or call.new.meta["example_value"].shape[2] > MAX_STEP
+        return self.shards.prompt(call.new, plan.shard) if prompt else call.new
 
     def _clip(self, node: Node) -> dict[str, Node]:
         """The factors of clipping of an ``append``, if each group has its own."""
@@ -261,8 +273,11 @@ class _Binder:
         plans = [self.plans[x] for x in (call.keys, call.values)]
         state = (self.state[call.keys], self.state[call.values])
         variant = (*map(str, plans), call.sinks, call.causal, call.window, call.softcap)
-        attention = op_of(plans[0], "attention")
-        bound = add_call(self.graph, attention, call.q, *state, call.mask, call.scale, *variant)
+        if isinstance(plans[0], ShardedPlan):
+            bound = self.shards.attention(call, cast(Any, plans), state)
+        else:
+            attention = op_of(plans[0], "attention")
+            bound = add_call(self.graph, attention, call.q, *state, call.mask, call.scale, *variant)
         bound.meta = {**node.meta, "example_value": bound.meta["example_value"]}
         node.replace_all_uses_with(bound)
         mask, count = (node.meta.get(name) for name in ("hidden_by", "counted_by"))
@@ -279,6 +294,8 @@ class _Binder:
         unpack, plan = op_of(self.plans[packed], "unpack"), str(self.plans[packed])
         tokens = symbol_node(self.graph, example.shape[2])
         bound = add_call(self.graph, unpack, self.state[packed], tokens, plan, example.dtype)
+        if isinstance(sharded := self.plans[packed], ShardedPlan):
+            bound = self.shards.unpacked(bound, tokens, sharded)
         basis = self._basis(packed) if node.target is logical.unpack else None
         if basis is not None:
             constant = constant_node(self.graph, inverse(of_heads(basis)), example.device)

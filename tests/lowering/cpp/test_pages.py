@@ -105,6 +105,9 @@ def attended(pool: Pool, step, pages, heads: int, softcap: float = 0.0) -> float
     arguments = (step, pool.dim**-0.5, *pool.plans, softcap)
     out = torch.full((count, heads, pool.dim), torch.nan, dtype=pool.dtype)
     assert attention_pages.unsupported_reason(out, q, *pages, *arguments) is None
+    other = torch.float32 if pool.dtype == torch.bfloat16 else torch.bfloat16
+    declined = attention_pages.unsupported_reason(out, q.to(other), *pages, *arguments)
+    assert declined == f"queries are {other}, keys {pool.dtype}"
     attention_pages.attention_pages(out, q, *pages, *arguments)
     wide = [[*stored, exact.double(), new.double()] for *stored, exact, new in pages]
     expected = torch.empty_like(out, dtype=torch.float64)

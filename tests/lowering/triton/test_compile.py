@@ -78,6 +78,15 @@ def test_clipped_heads_of_64_compile_without_spills():
     reports_without_spills((keys, values), 64, 80)
 
 
+def test_keys_before_a_rotary_embedding_of_neighbours():
+    """A few bytes of stack hold what loops over the last tokens share."""
+    keys = "int4.channel32/window=0,pack_every=128/rope=neighbours0-64"
+    split = next(x for x in launches((keys, PRESETS["kivi-4bit"][1]), 64) if x.step_elements)
+    report = inspection.inspect_launch(split, 90)
+    assert report.stack + report.local <= 16
+    assert inspection.matrix_products(report.main_loop) > 0
+
+
 @pytest.mark.parametrize(("codec", "head_dim", "capability"), [
     ("int2.channel128", 80, 80), ("int4.token16", 80, 90), ("int8.token32", 96, 80),
     ("int8.channel64", 256, 90),

@@ -1,0 +1,3 @@
+"""The version of kvpass."""
+
+VERSION = "0.1.0"

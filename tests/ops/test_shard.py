@@ -1,0 +1,138 @@
+"""Parts of a cache tensor on several processes are together what one process would hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from kvpass.errors import PlanError
+from kvpass.format.parse import parse_plan
+from kvpass.format.shard import BLOCK, Shard
+from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.ops.attention_partial import merge
+from kvpass.ops.shard import in_order, own_state, sharded
+from tests.ops.test_attention import HEADS, MASKS, make_mask
+from tests.strategies import SEEDS, poisoned, randn, steps, tensor_plans
+from tests.tolerances import ATTENTION_FP32
+
+ops = torch.ops.kvpass
+DIM = 16
+# Lengths of prompts around the ends of blocks.
+PROMPTS = st.builds(lambda b, t: max(1, b * BLOCK + t), st.integers(0, 5), st.integers(-20, 20))
+
+
+def parts_of(plan, size):
+    return [ShardedPlan.of(plan, Shard(rank, size, "0")) for rank in range(size)]
+
+
+def fits(plan):
+    return plan.sinks % plan.codec.token_group == 0
+
+
+def grown(state, plan, tokens):
+    """``state`` with room for ``tokens``."""
+    fields = plan.layout.own
+    return [
+        f.moved(t, plan.capacity(tokens)) if f.grows == "capacity" else t
+        for f, t in zip(fields, state, strict=True)
+    ]
+
+
+def in_steps(x, plan, lengths, op_suffix=""):
+    """The state after the tokens ``x`` have come in steps of these lengths."""
+    first, *later = x.split(lengths, dim=2)
+    pack, append = (getattr(ops, f"{name}{op_suffix}").default for name in ("pack", "append"))
+    state = grown(pack(first, str(plan)), plan, x.shape[2])
+    for new in later:
+        append(state, new, str(plan))
+    return state
+
+
+@given(tensor_plans(DIM).filter(fits), st.integers(2, 4), PROMPTS, steps(), SEEDS)
+def test_parts_are_the_whole_tensor(plan, size, prompt, later, seed):
+    lengths = [prompt, *later]
+    x = randn(2, 2, sum(lengths), DIM, seed=seed)
+    with poisoned():
+        whole = in_steps(x, plan, lengths)
+        wanted = ops.unpack.default(whole, x.shape[2], str(plan), x.dtype)
+        found = [
+            ops.unpack_shard.default(in_steps(x, p, lengths, "_shard"), x.shape[2], str(p), x.dtype)
+            for p in parts_of(plan, size)
+        ]
+    got = in_order(torch.cat(found), x.shape[2], str(parts_of(plan, size)[0]))
+    assert torch.equal(got, wanted)
+
+
+@given(
+    tensor_plans(DIM).filter(fits), tensor_plans(DIM).filter(fits), st.integers(2, 3), PROMPTS,
+    st.integers(1, 16), HEADS, MASKS, st.booleans(), st.sampled_from([0, 5, 200]), st.booleans(),
+    SEEDS,
+)  # fmt: skip
+def test_attention_to_parts_is_attention_to_all(
+    k_plan, v_plan, size, prompt, n, heads, kind, causal, window, sinks, seed
+):
+    query_heads, kv_heads = heads
+    t, lengths = prompt + n, [prompt, n]
+    k, v = (randn(1, kv_heads, t, DIM, seed=seed + i) for i in range(2))
+    q = randn(1, query_heads, n, DIM, seed=seed + 2)
+    mask = make_mask(kind, 1, query_heads, n, t, seed)
+    scores = randn(query_heads, seed=seed + 3) if sinks else None
+    scale, partials = DIM**-0.5, []
+    with poisoned():
+        whole = [in_steps(x, p, lengths) for x, p in ((k, k_plan), (v, v_plan))]
+        wanted = ops.attention.default(
+            q, *whole, mask, scale, str(k_plan), str(v_plan), scores, causal, window
+        )
+        for rank in range(size):
+            plans = [parts_of(p, size)[rank] for p in (k_plan, v_plan)]
+            states = [in_steps(x, p, lengths, "_shard") for x, p in zip((k, v), plans, strict=True)]
+            ends = sharded(states[0], str(plans[0]))[0].segment_ends
+            seen = ops.own_mask.default(mask, ends, str(plans[0]), n, t, causal, window)
+            own = [own_state(*sharded(s, str(p))) for s, p in zip(states, plans, strict=True)]
+            sides = q, own[0].tensors, own[1].tensors, seen, scale, *(str(p.own) for p in plans)
+            partials.append(ops.attention_partial.default(*sides, None if rank else scores))
+    hidden = wanted.isnan()
+    got = merge(torch.cat(partials), size, DIM, q.dtype).masked_fill(hidden, torch.nan)
+    assert_close(got, wanted, rtol=0, atol=ATTENTION_FP32, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (
+            "int4.token16/window=32,pack_every=1/window_size=99",
+            "allowed are plans without window_size",
+        ),
+        ("int4.token16/window=32,pack_every=1,retained=2,filter=outliers", "retained"),
+        ("int2.channel32/sinks=5,window=0,pack_every=32", "32 tokens behind 5 sinks do not fill"),
+        ("int2.channel8|fp/chunk=32", "Chunks of different bits"),
+    ],
+)
+def test_what_cannot_be_sharded(plan, reason):
+    with pytest.raises(PlanError, match=reason):
+        ShardedPlan.of(parse_plan(plan), Shard(0, 2, "0"))
+
+
+def test_printed_plans_are_read():
+    plan = parts_of(parse_plan("int4.token16/sinks=5,window=32,pack_every=1"), 3)[1]
+    assert str(plan).endswith("/shard=1of3@0")
+    assert parse_plan(str(plan)) == plan
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "text", ["fp", "int2.channel32/window=0,pack_every=128", "int4.token16/window=128,pack_every=1"]
+)
+def test_bytes_of_a_part(text, size):
+    plan, x = parse_plan(text), randn(1, 1, 32768, 64)
+    sizes = {
+        name: tensor.nbytes
+        for name, tensor in zip(plan.layout.names, ops.pack.default(x, text), strict=True)
+    }
+    window = sizes.pop("window", 0) + sizes.pop("segment_ends")
+    for part in parts_of(plan, size):
+        held = sum(tensor.nbytes for tensor in ops.pack_shard.default(x, str(part)))
+        assert held == pytest.approx(sum(sizes.values()) / size + window, rel=0.03)
