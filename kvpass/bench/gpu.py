@@ -127,7 +127,10 @@ def _subnormals(device: torch.device) -> Finding:
 
 def _model(device: torch.device, case: ModelCase) -> Finding:
     row = check_model(case, device)
-    lines = [f"relative error {row['error']:.1e}, allowed {row['allowed']:.1e}"]
+    lines = [
+        f"relative error {row['error']:.1e}, allowed {row['allowed']:.1e}; "
+        f"the oracle's in this dtype {row['oracle_error']:.1e}"
+    ]
     lines += [", ".join(row["providers"])]
     lines += [f"stays plain: {why}" for why in row["refused"]]
     lines += [f"no CUDA graph: {why}" for why in row["no_cuda_graph"] if why]

@@ -28,8 +28,11 @@ SHAPE = Shape(2, 1024, 1024, 8, 2, 128, 1024)
 # A prompt that is packed, tokens that pack more, several at once, and a second prompt.
 STEPS = (300, 1, 1, 1, 1, 5, 1, 40, 1)
 _ROOM = 512
-# Here the model writes its own cache: keys that are rounded otherwise get other codes, or other
-# outliers. Measured on a CPU in bf16: 0.096 where 0.141 is allowed, and 0.9 with another cache.
+# A model that writes its own cache rounds keys otherwise than another implementation does, and
+# then they get other codes, or other outliers: in bf16 at 4 bits, the oracle itself is off by 0.15
+# from the oracle in float32, and a plain cache by 0.35. How far ours may be off beside the oracle:
+_RATIO = 1.5
+# What is allowed of any model: twice the error of one whose cache is given.
 _CODES = 2
 
 
@@ -80,11 +83,12 @@ VARIANTS = (
 
 @torch.no_grad()
 def check_model(case: ModelCase, device: torch.device, inner: str = "inductor") -> dict[str, Any]:
-    """Compares logits of every step.
+    """Compares logits of every step with those of the oracle in float32.
 
     Returns:
-        A row: the largest error of a step relative to the oracle's logits, what is allowed, who
-        computed what, and whether CUDA graphs may replay the step.
+        A row: the relative error, a quadratic mean over the steps, that of the oracle in the
+        model's dtype, what is allowed, who computed what, and whether CUDA graphs may replay the
+        step.
     """
     torch.compiler.reset()
     config = SHAPE.config() if case.family is None else tiny_config(case.family)
@@ -93,26 +97,40 @@ def check_model(case: ModelCase, device: torch.device, inner: str = "inductor") 
     tokens = [torch.randn(1, shape.kv_heads, 256, shape.head_dim, device=device) for _ in range(2)]
     plan = Plan(layer_plan(case.recipe, *tokens), recipe=case.recipe)
     ids = torch.randint(8, 100, (1, sum(STEPS)), device=device)
-    expected = _run(model, ids, oracle_cache(plan, config.get_text_config(decoder=True), model))
+    exact = copy.deepcopy(model).float()
+    expected = _run(exact, ids, _oracle(plan, config, exact))
+    own = _error(_run(model, ids, _oracle(plan, config, model)), expected)
     twin = copy.deepcopy(model)
     options: dict[str, Any] = {"recipe": plan, "inner": inner, "mode": case.mode}
     twin.compile(backend="kvpass", options=options)
     first = max((r.index + 1 for r in reports()), default=0)
     static = case.cache == "static"
     cache = StaticCache(config, max_cache_len=_ROOM) if static else DynamicCache(config=config)
-    # Step by step: a prompt's many logits, which no packed cache has touched, must not hide others.
-    error = max(map(relative_error, _run(twin, ids, cache), expected))
+    error = _error(_run(twin, ids, cache), expected)
     made = [r for r in reports() if r.index >= first]
-    allowed = _CODES * LAYER_TOLERANCE[case.dtype] * math.sqrt(shape.layers)
+    floor = _CODES * LAYER_TOLERANCE[case.dtype] * math.sqrt(shape.layers)
+    allowed = max(floor, _RATIO * own)
     return {
         "case": str(case),
         "error": error,
+        "oracle_error": own,
         "allowed": allowed,
         "right": bool(error <= allowed),
         "providers": sorted({f"{c.op} by {c.provider}" for r in made for c in r.choices}),
         "refused": sorted({e.detail for r in made for e in r.events if e.required and not e.fired}),
         "no_cuda_graph": sorted({r.capture_obstacle or "" for r in made if r.kind == "decode"}),
     }
+
+
+def _oracle(plan: Plan, config: Any, model: Any) -> Any:
+    return oracle_cache(plan, config.get_text_config(decoder=True), model)
+
+
+def _error(logits: list[Tensor], expected: list[Tensor]) -> float:
+    """Step by step: a prompt's many logits, which no packed cache has touched, must not hide
+    others."""
+    errors = list(map(relative_error, logits, expected))
+    return math.sqrt(sum(e * e for e in errors) / len(errors))
 
 
 def _run(model: Any, ids: Tensor, cache: Any) -> list[Tensor]:

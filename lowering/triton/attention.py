@@ -38,9 +38,10 @@ from lowering.triton.tuning import (
 from triton_templates import Layout, next_power_of_2, render
 
 _LOG2_E = math.log2(math.e)
-# Splits that the merge reads at a time, at most: one round for most launches, as each waits for its
-# reads.
-_MERGE_STEP = 64
+# Numbers that a program of the merge reads at a time, of all splits: as many as registers hold.
+_MERGED = 8192
+# Its channels, at most: more programs than heads keep more of the memory busy.
+_MERGED_CHANNELS = 32
 
 
 def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
@@ -233,11 +234,12 @@ def merged(
     if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
     ends, ages = ((), {}) if advance is None else advance
+    channels = min(_MERGED_CHANNELS, layouts[1].exact_lanes, max(1, _MERGED // padded))
     launch(
-        kernels.attention_merge, (pairs, rows),
+        kernels.attention_merge, (pairs, rows * -(-value_dim // channels)),
         *sums, a.q if sinks is None else sinks, out, *ends,
         KV_HEADS=a.keys[0].shape[1], QUERIES=queries, ROWS=rows, SPLITS=splits,
-        SPLITS_PADDED=padded, STEP=min(_MERGE_STEP, padded), SINKS=sinks is not None,
+        SPLITS_PADDED=padded, CHANNELS=channels, SINKS=sinks is not None,
         **ages,
     )  # fmt: skip
     return out
