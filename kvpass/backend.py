@@ -41,6 +41,7 @@ from kvpass.ranks import agree_to_shard, agreed_ranks
 from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
 from kvpass.rules.diagnostics import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
+from lowering import TUNE_VARIABLE as TUNE_VARIABLE
 from lowering import compile_ahead as compile_ahead
 from lowering import tunings as tunings
 

@@ -5,9 +5,10 @@ from lowering.codegen import generated_files
 from lowering.cpp.library import failed_kernels
 from lowering.providers import direct_ops
 from lowering.triton.launch import compile_ahead
-from lowering.triton.tuning import Tuned, cache_tag, tunings
+from lowering.triton.tuning import TUNE_VARIABLE, Tuned, cache_tag, tunings
 
 __all__ = [
+    "TUNE_VARIABLE",
     "Choice",
     "Tuned",
     "cache_tag",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from kvpass.backend import compile_ahead, tunings
+from kvpass.backend import TUNE_VARIABLE, compile_ahead, tunings
 from kvpass.bench.attention import attention_json, attention_section, bench_attention
-from kvpass.bench.contenders import Case
+from kvpass.bench.contenders import Case, packed_contender
 from kvpass.bench.decode import bench_decode, decode_json, decode_section
 from kvpass.bench.device import free_memory
 from kvpass.bench.filling import Setting
@@ -32,6 +35,7 @@ _FORMATS = ("fp", *_RECIPES, "skvq-k2v2,clip=0.9,reorder=false", *_CALIBRATED)
 # Batch and tokens of the attention tables, for the heads of an 8B Llama.
 _LONG = ((1, 32768), (1, 131072))
 _CASES = ((1, 4096), (8, 8192), (8, 32768), (32, 8192))
+_TUNED = ((1, 4096), (8, 32768))
 # Model dtype and head dimension of the kernels that are checked one by one.
 _CHECKED = ((torch.bfloat16, 128), (torch.float16, 128), (torch.float16, 64), (torch.float32, 128))
 _DECODED_TOKENS = 32768
@@ -98,7 +102,7 @@ def _parts(device: torch.device) -> Iterator[tuple[str, Callable[[], Finding]]]:
     yield from ((f"variants {case}", partial(_model, device, case)) for case in VARIANTS)
     for batch, tokens in _CASES:
         yield f"attention B={batch} T={tokens}", partial(_attention, device, batch, tokens)
-    yield "sizes", _sizes
+    yield "sizes", partial(_sizes, device)
 
 
 def _attempt(part: Callable[[], Finding]) -> Finding:
@@ -172,8 +176,13 @@ def _attention(device: torch.device, batch: int, tokens: int, launches: str = "g
     return str(attention_section(run)), rows, _right(run.results)
 
 
-def _sizes() -> Finding:
-    """The gain of measured sizes of the attention above over those of the table."""
+def _sizes(device: torch.device) -> Finding:
+    """The gain of measured sizes over those of the table."""
+    with patch.dict(os.environ, {TUNE_VARIABLE: "1"}):
+        for recipe, (batch, tokens) in product(_RECIPES, _TUNED):
+            case = Case(batch, 32, 8, 128, tokens, torch.bfloat16, device)
+            made = packed_contender(case, recipe, case.query(0), case.cached(1), case.cached(2))
+            made.calls[0]()
     lines, rows = [], []
     for t in tunings():
         table, chosen, w = asdict(t.table), asdict(t.chosen), t.workload

@@ -1,4 +1,4 @@
-"""Sizes of decode attention, chosen by measurement.
+"""Sizes of decode attention, chosen by measurement where the user asks for that.
 
 The table's answer and its neighbours are timed once for each kind of launch, when it is first
 compiled or called. The winner is kept in ``<cache folder>/attention_sizes_<hash>.json``, named
@@ -27,7 +27,7 @@ from lowering.triton.heuristics import AttentionSizes, attention_candidates
 from lowering.triton.launch import recording
 from lowering.triton.layouts import layout_of
 
-VARIABLE = "KVPASS_TUNE"
+TUNE_VARIABLE = "KVPASS_TUNE"
 # What is measured where a graph is compiled for any batch, and for any number of tokens.
 NOMINAL_BATCH = 1
 NOMINAL_CAPACITY = 32768
@@ -88,20 +88,20 @@ def tunings() -> list[Tuned]:
 
 
 def enabled() -> bool:
-    """Whether the user lets launches be measured.
+    """Whether the user wants launches to be measured.
 
     Raises:
         OptionError: if the variable is neither 0 nor 1.
     """
-    value = os.environ.get(VARIABLE, "1")
+    value = os.environ.get(TUNE_VARIABLE, "0")
     if value not in ("0", "1"):
-        raise OptionError(f"{VARIABLE}={shown(value)} is not supported; allowed: 0, 1.")
+        raise OptionError(f"{TUNE_VARIABLE}={shown(value)} is not supported; allowed: 0, 1.")
     return value == "1"
 
 
 def cache_tag() -> str:
     """The key, besides the graph itself, under which compiled graphs are cached."""
-    return f"kvpass-{sources_digest()}-{VARIABLE}={int(enabled())}"
+    return f"kvpass-{sources_digest()}-{TUNE_VARIABLE}={int(enabled())}"
 
 
 def measurable(device: torch.device) -> bool:

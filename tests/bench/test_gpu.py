@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,7 +145,17 @@ def test_the_attention_part(monkeypatch):
 
 
 def test_the_sizes_part(monkeypatch):
-    assert gpu._sizes() == ("nothing was measured", [], True)
+    asked = []
+
+    def packed_contender(case, recipe, *_):
+        asked.append((recipe, case.tokens, os.environ["KVPASS_TUNE"]))
+        return SimpleNamespace(calls=[lambda: None])
+
+    monkeypatch.setattr(gpu, "packed_contender", packed_contender)
+    monkeypatch.setattr(gpu, "_TUNED", ((1, 130),))
+    assert gpu._sizes(CPU) == ("nothing was measured", [], True)
+    assert asked == [("kivi-4bit", 130, "1"), ("kivi-2bit", 130, "1")]
+    assert "KVPASS_TUNE" not in os.environ
     sizes = {"part": 32, "edge_tile": 32, "columns": 8, "edge_splits": 1, "warps": 1}
     table = AttentionSizes(tile=64, splits=16, **sizes)
     chosen = AttentionSizes(tile=128, splits=16, **sizes)
@@ -154,7 +166,7 @@ def test_the_sizes_part(monkeypatch):
         Tuned(workload, table, chosen, None, 0.25),
     ]
     monkeypatch.setattr(gpu, "tunings", lambda: found)
-    text, rows, right = gpu._sizes()
+    text, rows, right = gpu._sizes(CPU)
     assert not right
     assert text.splitlines() == [
         "fp, fp B=8 T=4096: tile 64 -> 128; 1.20 x the table's speed",
@@ -164,7 +176,7 @@ def test_the_sizes_part(monkeypatch):
     assert [row["gain"] for row in rows] == [0.3 / 0.25, 1.0, None]
     assert json.dumps(rows, default=str)
     found.pop()
-    assert gpu._sizes()[2]
+    assert gpu._sizes(CPU)[2]
 
 
 def test_the_decode_part(monkeypatch):

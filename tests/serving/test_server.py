@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 import torch
@@ -58,9 +58,9 @@ def running(chat: str | None = CHAT) -> Iterator[tuple[PackedServer, str]]:
     try:
         while True:
             try:
-                assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+                assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
                 break
-            except httpx.ConnectError:
+            except httpx2.ConnectError:
                 time.sleep(0.05)
         yield server, url
     finally:
@@ -119,14 +119,14 @@ def test_many_clients_at_once_get_what_they_get_alone() -> None:
             return answers
 
     with running() as (server, url):
-        assert httpx.get(f"{url}/metrics").text == ""
+        assert httpx2.get(f"{url}/metrics").text == ""
         assert "in the bytes of" in server.summary
         answers = asyncio.run(run(url))
         # Nothing is left of the clients that went away.
         deadline = time.monotonic() + 30
         while server.cache.usage()["requests"][1] and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert "\nkvpass_requests 0.0\n" in httpx.get(f"{url}/metrics").text
+        assert "\nkvpass_requests 0.0\n" in httpx2.get(f"{url}/metrics").text
         usage = server.cache.usage()
     assert 0 < usage["kept_pages"][1] == usage["used_pages"][1] <= usage["pool_pages"][1]
     assert usage["shared_tokens_total"][1] > 0
@@ -139,19 +139,19 @@ def test_what_is_not_served_from_packed_pages_is_refused() -> None:
     message = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
     question = {"a": {"type": "choice", "instructions": "b", "criteria": {"c": "d", "e": "f"}}}
     with running(chat=None) as (server, url):
-        said = httpx.post(f"{url}/v1/chat/completions", json=message)
+        said = httpx2.post(f"{url}/v1/chat/completions", json=message)
         assert (said.status_code, said.json()["detail"]) == (
             400, "The model has no chat template; allowed: /v1/completions.",
         )  # fmt: skip
         asked = {"model": "tiny", "state": "a", "questions": question}
-        said = httpx.post(f"{url}/v1/systemone", json=asked)
+        said = httpx2.post(f"{url}/v1/systemone", json=asked)
         assert said.status_code == 400
         assert said.json()["detail"].startswith("A packed pool generates text; allowed: /v1/chat")
         with pytest.raises(
             OptionError, match=f"listen at localhost:{server.port}: Address already"
         ):
             PackedServer("tiny", load, RECIPE, port=server.port)
-        other = httpx.post(f"{url}/v1/completions", json={"model": "b", "prompt": "a"})
+        other = httpx2.post(f"{url}/v1/completions", json={"model": "b", "prompt": "a"})
         assert other.status_code == 400
         assert "pinned to 'tiny'" in other.text
 

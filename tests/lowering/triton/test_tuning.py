@@ -48,6 +48,7 @@ TABLE = table_of()
 def _fresh(tmp_path, monkeypatch):
     """No memory of other tests, and a GPU that is asked for nothing but its name."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(tuning.TUNE_VARIABLE, "1")
     monkeypatch.setattr(tuning, "device_facts", lambda device: {"device": "a GPU"})
     monkeypatch.setattr(tuning, "_tuned", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -241,13 +242,16 @@ def test_where_nothing_is_measured(monkeypatch):
 def test_the_switch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     on = tuning.cache_tag()
-    monkeypatch.setenv(tuning.VARIABLE, "0")
+    monkeypatch.delenv(tuning.TUNE_VARIABLE)
     assert not tuning.measurable(GPU)
-    assert tuning.cache_tag() != on
-    monkeypatch.setenv(tuning.VARIABLE, "1")
+    off = tuning.cache_tag()
+    assert off != on
+    monkeypatch.setenv(tuning.TUNE_VARIABLE, "0")
+    assert tuning.cache_tag() == off
+    monkeypatch.setenv(tuning.TUNE_VARIABLE, "1")
     assert tuning.measurable(GPU)
     assert tuning.cache_tag() == on
-    monkeypatch.setenv(tuning.VARIABLE, "no")
+    monkeypatch.setenv(tuning.TUNE_VARIABLE, "no")
     with pytest.raises(OptionError, match="KVPASS_TUNE='no' is not supported; allowed: 0, 1"):
         tuning.measurable(GPU)
 
@@ -268,7 +272,7 @@ def test_measured_while_tracing_outside_of_it(monkeypatch):
         state = filled_state(KEYS, 128, workload, torch.device("cpu"), 0)
         kinds = {type(t) for t in state} | {type(query(workload, torch.device("cpu")))}
         seen.append((workload, modes, kinds, threading.current_thread()))
-        return [0.5 if sizes.splits == 2 else 1.0 for sizes in candidates]
+        return [0.5 if sizes.splits == 1 else 1.0 for sizes in candidates]
 
     monkeypatch.setattr(tuning, "_MIN_CAPACITY", 256)
     monkeypatch.setattr(attention, "measurable", lambda device: device.type == "cuda")
@@ -296,8 +300,8 @@ def test_measured_while_tracing_outside_of_it(monkeypatch):
         for n in graphs[0].graph.nodes
         if n.kwargs.get("tensors_to_clone") == ["partial", "statistics"]
     )
-    # Two splits of the whole tiles, one of each of the four other regions.
-    assert split.kwargs["grid"] == [(2, 2 + 4, 1)]
+    # One split of the whole tiles, four of each of the four other regions.
+    assert split.kwargs["grid"] == [(2, 1 + 16, 1)]
 
 
 def test_a_filled_state_is_what_a_prompt_leaves():
