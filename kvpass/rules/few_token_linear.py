@@ -19,12 +19,17 @@ class FewTokenLinear(Rule):
     """Lets kernels that are made for few tokens compute linear layers. Applies to bound graphs."""
 
     name = "few_token_linear"
-    identity = "linear(x, weight, bias)  =  kvpass::linear(x, weight, bias)"
+    identity = (
+        "linear(x, weight, bias)  =  kvpass::linear(x, weight, bias);  "
+        "addmm(bias, x, weight)  =  kvpass::linear(x, weight.t(), bias)"
+    )
     required = False
 
     def match(self, node: Node, context: Context) -> Captures | Miss | None:
         """Applies where a kernel takes the layer, and nothing is to be differentiated."""
-        if node.target is not LINEAR or node.kwargs:
+        if node.target not in (LINEAR, torch.addmm) or node.kwargs:
+            return None
+        if node.target is torch.addmm and not _adds_a_row(node):
             return None
         examples = [n.meta["example_value"] for n in (*node.all_input_nodes, node)]
         # Under autocast it would compute in another type.
@@ -46,8 +51,21 @@ class FewTokenLinear(Rule):
         return "computed for few tokens"
 
 
+def _adds_a_row(node: Node) -> bool:
+    """Whether what ``addmm`` adds is a bias, the same for each token."""
+    added, _, weight = (n.meta["example_value"] for n in node.args if isinstance(n, Node))
+    return bool(added.dim() == 1 and added.shape[0] == weight.shape[1])
+
+
 def _arguments(node: Node) -> tuple[Any, ...]:
-    """Arguments of the op; the parts of a weight of torchao are read from it."""
+    """Arguments of the op. A weight stored by inputs is turned, without a copy; the parts of
+    one of torchao are read from it."""
+    if node.target is torch.addmm:
+        bias, x, weight = node.args
+        assert isinstance(weight, Node)
+        turned = node.graph.call_function(torch.t, (weight,))
+        turned.meta["example_value"] = weight.meta["example_value"].t()
+        return x, turned, bias
     x, weight, *bias = node.args
     assert isinstance(weight, Node)
     if not _scales_rows(weight.meta["example_value"]):

@@ -1,5 +1,5 @@
 // A linear layer of few tokens: see kvpass/ops/linear.py. Memory is what it waits for: the weight is
-// read once, for all tokens.
+// read once, for all tokens, row by row; a row has the numbers of an output, or of an input.
 #pragma once
 #include "lanes.h"
 #include "numbers.h"
@@ -61,6 +61,50 @@ template <int ROWS, class A> void linear_blocks(const A& a, const float* x) {
     });
 }
 
+// Adds rows first ... first + ROWS of a weight [inputs, outputs], columns from ... to, to sums.
+template <int ROWS, class A>
+void add_rows(const A& a, const float* x, float* sums, int64_t first, int64_t from, int64_t to) {
+  const typename A::Weight* rows = a.weight + first * a.outputs;
+  const int64_t width = to - from;
+  int64_t n = from;
+  for (; n + LANES <= to; n += LANES) {
+    Floats w[ROWS];
+    each<0, ROWS>([&](auto r) { w[r] = load_numbers<LANES>(rows + r * a.outputs + n); });
+    each<0, A::TOKENS>([&](auto t) {
+      float* sum = sums + t * width + n - from;
+      // A sum of its own: the fewer additions behind one another, the smaller their errors.
+      Floats part{};
+      each<0, ROWS>([&](auto r) { part += w[r] * all(x[t * a.inputs + first + r]); });
+      store<LANES>(sum, load<Floats, LANES>(sum) + part);
+    });
+  }
+  for (; n < to; n++)
+    for (int t = 0; t < A::TOKENS; t++)
+      for (int r = 0; r < ROWS; r++)
+        sums[t * width + n - from] += to_float(rows[r * a.outputs + n]) * x[t * a.inputs + first + r];
+}
+
+// Rows that are read at a time: as many streams as memory keeps going.
+constexpr int STREAMS = 8;
+
+// The weight is [inputs, outputs]. Each thread has columns of its own, and sums of them.
+template <class A> void linear_transposed(const A& a, const float* x) {
+  const int64_t share = ((a.outputs + a.threads - 1) / a.threads + LANES - 1) / LANES * LANES;
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+  for (int64_t from = 0; from < a.outputs; from += share) {
+    const int64_t to = std::min(from + share, a.outputs), width = to - from;
+    std::vector<float> sums(A::TOKENS * width);
+    int64_t i = 0;
+    for (; i + STREAMS <= a.inputs; i += STREAMS) add_rows<STREAMS>(a, x, sums.data(), i, from, to);
+    for (; i < a.inputs; i++) add_rows<1>(a, x, sums.data(), i, from, to);
+    for (int t = 0; t < A::TOKENS; t++)
+      for (int64_t n = from; n < to; n++) {
+        const float bias = a.bias != nullptr ? to_float(a.bias[n]) : 0.0f;
+        store_numbers<1>(a.out + t * a.outputs + n, all(sums[t * width + n - from] + bias));
+      }
+  }
+}
+
 template <class A> void linear(const A& a) {
   using Scalar = typename A::Element;
   std::vector<float> wide;
@@ -75,6 +119,7 @@ template <class A> void linear(const A& a) {
     for (; i < count; i++) wide[i] = to_float(a.x[i]);
     x = wide.data();
   }
+  if constexpr (A::TRANSPOSED) return linear_transposed(a, x);
   // Memory is fastest in one stream. Tokens that the first cache does not hold are read for several
   // rows at a time.
   constexpr int64_t HELD = 8192;

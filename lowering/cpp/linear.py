@@ -25,17 +25,23 @@ _BYTES_PER_THREAD = 2**16
 
 
 @cache
-def _source(tokens: int, dtype: torch.dtype, scaled: bool) -> str:
+def _source(tokens: int, dtype: torch.dtype, scaled: bool, transposed: bool) -> str:
     weight = f"using LinearWeight = {'int8_t' if scaled else 'Scalar'};"
-    struct = LINEAR.declaration(
-        "using Element = Scalar", "using Weight = LinearWeight", TOKENS=tokens
-    )
+    aliases = "using Element = Scalar", "using Weight = LinearWeight"
+    struct = LINEAR.declaration(*aliases, TOKENS=tokens, TRANSPOSED=transposed)
     return source(["linear.h"], ["linear"], [weight, struct], lanes=native_lanes(), dtype=dtype)
 
 
 @cache
-def _function(tokens: int, dtype: torch.dtype, scaled: bool) -> Callable[[bytes], Any]:
-    return load_function("linear", _source(tokens, dtype, scaled))
+def _function(
+    tokens: int, dtype: torch.dtype, scaled: bool, transposed: bool
+) -> Callable[[bytes], Any]:
+    return load_function("linear", _source(tokens, dtype, scaled, transposed))
+
+
+def _is_transposed(weight: Tensor) -> bool:
+    """Whether a row in memory has the numbers of an input, as in GPT-2."""
+    return weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
 
 
 def unsupported_reason(
@@ -51,14 +57,16 @@ def unsupported_reason(
         return f"the weight is {type(weight).__name__}"
     if len({t.dtype for t in plain}) > 1:
         return "the weight, or the bias, is of another dtype than the tokens"
-    if not all(t.is_contiguous() for t in (weight, bias) if t is not None):
+    transposed = scale is None and _is_transposed(weight)
+    rows = weight.t() if transposed else weight
+    if not all(t.is_contiguous() for t in (rows, bias) if t is not None):
         return "the weight, or the bias, is not contiguous"
     if scale is not None and (scale.dtype, weight.dtype) != (torch.float32, torch.int8):
         return f"the weight is {weight.dtype} with scales in {scale.dtype}; C++ takes int8, float32"
     if weight.numel() * weight.element_size() < _LEAST_BYTES:
         return f"the weight is small: less than {_LEAST_BYTES} bytes"
     return unsupported_device(x) or unsupported_compiler(
-        "linear", _source(tokens, x.dtype, scale is not None)
+        "linear", _source(tokens, x.dtype, scale is not None, transposed)
     )
 
 
@@ -73,5 +81,6 @@ def linear(
     tokens, x = x.numel() // inputs, x.contiguous()
     numbers = scale if scale is None else scale.contiguous()
     addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, numbers, out))
-    _function(tokens, x.dtype, scale is not None)(LINEAR.pack(*addresses, outputs, inputs, threads))
+    function = _function(tokens, x.dtype, scale is not None, _is_transposed(weight))
+    function(LINEAR.pack(*addresses, outputs, inputs, threads))
     return out

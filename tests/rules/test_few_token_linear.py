@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.functional import linear
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kvpass.inspect.report import reports
 from tests.harness import compiled, run_steps
@@ -37,6 +37,32 @@ def test_decode_steps_gain_and_logits_stay(model, inner):
     wanted, _ = run_steps(model, ids, steps)
     assert float((got - wanted).abs().max()) <= LOGITS_FP32
     assert layers_by_kind(first) == {"prefill": [], "decode": ["cpp"] * 4}
+
+
+def test_weights_that_are_stored_by_inputs():
+    """GPT-2's layers are ``addmm(bias, x, weight)``."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 256, "n_layer": 1, "n_head": 4, "vocab_size": 128}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    first = max((r.index + 1 for r in reports()), default=0)
+    ids, steps = prompt(2, 16), [12, 1, 1, 1, 1]
+    got, _ = run_steps(compiled(gpt2, "fp", "inductor"), ids, steps)
+    wanted, _ = run_steps(gpt2, ids, steps)
+    assert float((got - wanted).abs().max()) <= LOGITS_FP32
+    # The head is too small.
+    assert layers_by_kind(first) == {"prefill": [], "decode": ["cpp"] * 4}
+
+
+def test_a_sum_with_more_than_a_bias_stays():
+    @torch.compile(backend="kvpass")
+    def run(added, x, weight):
+        return torch.addmm(added, x, weight)
+
+    x, weight = torch.randn(2, 256), torch.randn(256, 512)
+    for added in (torch.randn(2, 512), torch.randn(2, 1), torch.randn(1)):
+        with torch.no_grad():
+            assert torch.allclose(run(added, x, weight), added + x @ weight, atol=1e-4)
+        assert reports()[-1].choices == []
 
 
 def test_what_is_differentiated_stays():

@@ -51,8 +51,21 @@ def test_rows_with_scales(tokens):
     assert float((got.double() - wanted).norm() / wanted.norm()) <= CPP_LINEAR[dtype]
 
 
+@pytest.mark.parametrize("dtype", CPP_LINEAR, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_transposed_weights(tokens, dtype):
+    """As GPT-2 has them: neither rows nor columns are multiples of what is read at a time."""
+    x, weight = randn(tokens, 1003, dtype=dtype), randn(1003, 261, dtype=dtype).t()
+    for bias in (None, randn(261, seed=1, dtype=dtype)):
+        assert linear.unsupported_reason(x, weight, bias) is None
+        got = linear.linear(x, weight, bias)
+        wanted = reference(x.double(), weight.double(), None if bias is None else bias.double())
+        assert float((got.double() - wanted).norm() / wanted.norm()) <= CPP_LINEAR[dtype]
+
+
 def test_lanes(lanes):
     check(1, torch.bfloat16)
+    test_transposed_weights(1, torch.bfloat16)
     test_rows_with_scales(1)
 
 
@@ -66,7 +79,7 @@ def test_gaps_between_tokens():
     [
         (randn(17, 256), randn(256, 256), "it has 17 tokens; C++ takes 1 to 16"),
         (randn(1, 256), randn(255, 256), "the weight is small: less than 262144 bytes"),
-        (randn(1, 256), randn(256, 256).T, "the weight, or the bias, is not contiguous"),
+        (randn(1, 256), randn(256, 512)[:, ::2], "the weight, or the bias, is not contiguous"),
         (randn(1, 256), randn(256, 512, dtype=torch.bfloat16), "of another dtype than the tokens"),
         (randn(1, 256).double(), randn(256, 256).double(), "torch.float64 is not supported"),
     ],
