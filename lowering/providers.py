@@ -32,6 +32,8 @@ from lowering.cpp import pack as cpp_pack
 from lowering.cpp import shard as cpp_shard
 from lowering.cpp import unpack as cpp_unpack
 from lowering.triton import append, append_attention, attention, chunks, pack, unpack
+from lowering.triton import append_pages as triton_append_pages
+from lowering.triton import attention_pages as triton_attention_pages
 
 _NAMESPACE = "kvpass_triton"
 _CPP = torch.library.Library("kvpass_cpp", "DEF")
@@ -119,6 +121,18 @@ _GENERATED = (
     _triton("unpack_chunks", chunks.unpack_chunks, chunks.unsupported_unpack),
     _triton("attention", attention.attention, attention.unsupported_reason),
     _triton("append", append.append, append.unsupported_reason, ("state",)),
+    _triton(
+        "attention_pages",
+        triton_attention_pages.attention_pages,
+        triton_attention_pages.unsupported_reason,
+        ("out",),
+    ),
+    _triton(
+        "append_pages",
+        triton_append_pages.append_pages,
+        triton_append_pages.unsupported_reason,
+        ("pages",),
+    ),
     _triton(
         "append_attention",
         append_attention.append_attention,

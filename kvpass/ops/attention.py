@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -55,12 +55,14 @@ class AttentionArguments(NamedTuple):
         return State.of(self.keys, self.k_plan), State.of(self.values, self.v_plan)
 
 
-_Function = Callable[..., Tensor]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def with_signature(*arguments: type[NamedTuple]) -> Callable[[_Function], _Function]:
+def with_signature(
+    *arguments: type[NamedTuple], returns: Any = Tensor
+) -> Callable[[_Function], _Function]:
     """Declares, as `torch.library.triton_op` wants, that a function takes these arguments, one
-    group behind the other."""
+    group behind the other, and what it ``returns``."""
     declared = [
         parameter.replace(annotation=get_type_hints(group)[name])
         for group in arguments
@@ -68,7 +70,7 @@ def with_signature(*arguments: type[NamedTuple]) -> Callable[[_Function], _Funct
     ]
 
     def declare(function: _Function) -> _Function:
-        vars(function)["__signature__"] = inspect.Signature(declared, return_annotation=Tensor)
+        vars(function)["__signature__"] = inspect.Signature(declared, return_annotation=returns)
         return function
 
     return declare

@@ -37,7 +37,7 @@ from lowering.triton.tuning import (
 )
 from triton_templates import Layout, next_power_of_2, render
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 # Numbers that a program of the merge reads at a time, of all splits: as many as registers hold.
 _MERGED = 8192
 # Its channels, at most: more programs than heads keep more of the memory busy.
@@ -155,9 +155,15 @@ def attend(
         edges = (1 if k.identity else 2) * (1 if v.identity else 2)
         splits = sizes.splits + edges * sizes.edge_splits + int(k.sinks > 0 or v.sinks > 0)
         more = {"window_size": keys.plan.window_size or 0}
-    sums = empty_sums(a, keys.tokens.shape[1], v.head_dim, splits)
+    kv_heads = keys.tokens.shape[1]
+    sums = empty_sums(a.q, a.q.shape[0] * kv_heads, query_rows(a, kv_heads), v.head_dim, splits)
     launch_splits(a, (k, v), sizes, sums, splits, advance, **more)
     return merged(a, (k, v), sizes, sums, advance)
+
+
+def query_rows(a: AttentionArguments, kv_heads: int) -> int:
+    """Query rows of a KV head."""
+    return a.q.shape[1] // kv_heads * a.q.shape[2]
 
 
 # Weighted sums [B * Hkv, splits, rows, Dv], and the largest scores and sums of weights
@@ -165,12 +171,10 @@ def attend(
 Sums = tuple[Tensor, Tensor]
 
 
-def empty_sums(a: AttentionArguments, kv_heads: int, value_dim: int, splits: int) -> Sums:
-    """What so many splits will write."""
-    batch, heads, queries, _ = a.q.shape
-    pairs, rows = batch * kv_heads, heads // kv_heads * queries
-    partial = a.q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
-    return partial, a.q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
+def empty_sums(q: Tensor, pairs: int, rows: int, value_dim: int, splits: int) -> Sums:
+    """What so many splits will write, on the device of ``q``."""
+    partial = q.new_empty((pairs, splits, rows, value_dim), dtype=torch.float32)
+    return partial, q.new_empty((pairs, splits, 2, rows), dtype=torch.float32)
 
 
 def launch_splits(
@@ -205,7 +209,7 @@ def launch_splits(
         q, *states, mask=mask, partial=sums[0], statistics=sums[1],
         query_batch=q.stride(0), query_head=q.stride(1), query_token=q.stride(2),
         mask_batch=mask_strides[0], mask_head=mask_strides[1], mask_query=mask_strides[2],
-        mask_token=mask_strides[3], scale=a.scale * _LOG2_E, cap=a.softcap * _LOG2_E,
+        mask_token=mask_strides[3], scale=a.scale * LOG2_E, cap=a.softcap * LOG2_E,
         window=a.window,
         KV_HEADS=a.keys[0].shape[1], QUERIES=queries, ROWS=rows, COLUMNS=sizes.columns,
         SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, MASK=kind,
@@ -228,21 +232,36 @@ def merged(
     sizes. Moves the ends if that is still to be done."""
     kernels = load_kernels("attention", **_parameters(a, layouts, sizes, advance is not None))
     batch, heads, queries, _ = a.q.shape
-    pairs, splits, rows, value_dim = sums[0].shape
+    value_dim = sums[0].shape[3]
     out = a.q.new_empty((batch, heads, queries, value_dim))
-    sinks, padded = a.sinks, next_power_of_2(splits)
+    sinks = a.sinks
     if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
         sinks = sinks.float().contiguous()
+    launch_merge(kernels, sums, out, a.keys[0].shape[1], queries, sinks, advance)
+    return out
+
+
+def launch_merge(
+    kernels: Any,
+    sums: Sums,
+    out: Tensor,
+    kv_heads: int,
+    queries: int,
+    sinks: Tensor | None = None,
+    advance: Advance | None = None,
+) -> None:
+    """Launches ``attention_merge``, which writes ``out``; see `merged`."""
+    pairs, splits, rows, value_dim = sums[0].shape
+    padded = next_power_of_2(splits)
+    channels = min(_MERGED_CHANNELS, next_power_of_2(value_dim), max(1, _MERGED // padded))
     ends, ages = ((), {}) if advance is None else advance
-    channels = min(_MERGED_CHANNELS, layouts[1].exact_lanes, max(1, _MERGED // padded))
     launch(
         kernels.attention_merge, (pairs, rows * -(-value_dim // channels)),
-        *sums, a.q if sinks is None else sinks, out, *ends,
-        KV_HEADS=a.keys[0].shape[1], QUERIES=queries, ROWS=rows, SPLITS=splits,
+        *sums, out if sinks is None else sinks, out, *ends,
+        KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, SPLITS=splits,
         SPLITS_PADDED=padded, CHANNELS=channels, SINKS=sinks is not None,
         **ages,
     )  # fmt: skip
-    return out
 
 
 def _mask_arguments(q: Tensor, mask: Tensor | None) -> tuple[int, Tensor, tuple[int, ...]]:

@@ -30,6 +30,7 @@ from lowering.triton.attention import (
     launch_splits,
     merged,
     most_rows,
+    query_rows,
     unsupported_query,
 )
 from lowering.triton.heuristics import (
@@ -230,7 +231,8 @@ def _attend(a: AttentionArguments, advance: Advance | None = None) -> Tensor:
         for x in segments
     ]
     splits = [s.splits + s.edge_splits for s in sizes]
-    sums, first = empty_sums(a, kv_heads, value_dim, sum(splits)), 0
+    sums = empty_sums(a.q, pairs, query_rows(a, kv_heads), value_dim, sum(splits))
+    first = 0
     for x, size, count in zip(segments, sizes, splits, strict=True):
         launch_splits(
             x.arguments, x.layouts, size, sums, count, advance if x is segments[-1] else None,

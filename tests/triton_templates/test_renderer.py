@@ -39,7 +39,8 @@ def test_a_missing_parameter_is_an_error():
 
 def test_templates():
     assert template_names() == [
-        "append", "append_attention", "attention", "extend_chunks", "pack", "unpack",
+        "append", "append_attention", "append_pages", "attention", "attention_pages",
+        "extend_chunks", "pack", "unpack",
     ]  # fmt: skip
 
 

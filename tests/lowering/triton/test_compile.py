@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from kvpass._torch import FakeTensorMode
+from kvpass._torch_gpu import simulated_gpu
 from kvpass.cli import options
 from kvpass.errors import KernelError
 from kvpass.ops.pack import pack_fake
-from lowering.triton import inspection, layouts, pack, unpack
+from lowering.triton import append_pages, attention_pages, inspection, layouts, pack, unpack
 from lowering.triton.launch import Launch, record_launches
 from lowering.triton.layer import layer_launches
+from tests.pool import Pool
 
 PRESETS = {
     "fp": ("fp", "fp"),
@@ -163,3 +165,34 @@ def test_calibrated_factors_of_clipping_are_a_tensor():
         assert [type(clip).__name__ for clip in clips] == ["FakeTensor"] * 4
         kernels.append([x.kernel for x in launches])
     assert kernels[0] == kernels[1]
+
+
+def test_pages():
+    """Of a step of eight requests: tokens are read ahead of their use."""
+    plans, page, heads, dim, count = PRESETS["kivi-2bit"], 128, 8, 128, 8
+    pool = Pool(plans, heads, dim, page, torch.bfloat16, pages=count)
+
+    def on_gpu(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+    with simulated_gpu(90) as fake, fake, torch.device("cuda"), record_launches() as made:
+        new = torch.empty(1, count, heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+        numbers = [torch.empty(count, n, dtype=torch.int32) for n in (3, 32, 32, 2)]
+        sides = [
+            [*map(on_gpu, (*side, exact)), new]
+            for side, exact in zip(pool.sides, pool.exact, strict=True)
+        ]
+        for side, plan in zip(sides, plans, strict=True):
+            append_pages.append_pages(side, numbers, plan)
+        q = torch.empty(1, count, 32, dim, dtype=torch.bfloat16).transpose(1, 2)
+        out = torch.empty(count, 32, dim, dtype=torch.bfloat16)
+        attention_pages.attention_pages(out, q, *sides, numbers, 0.1, *plans)
+    reports = {r.name: r for r in (inspection.inspect_launch(x, 90) for x in made)}
+    split = reports.pop("attention_split")
+    assert split.tensor_core_instructions > 0
+    assert split.main_loop["LDGSTS"] > 0
+    # A few pointers are spilled, but not where packed tokens are read.
+    assert split.stack <= 32
+    assert split.main_loop["LDL"] + split.main_loop["STL"] == 0
+    assert reports.keys() == {"append_pages", "attention_merge"}
+    assert not any(r.spills for r in reports.values())

@@ -1,0 +1,88 @@
+"""Pages of many requests in Triton's interpreter: against the references, with poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpass.ops.append_pages import append_pages as append_reference
+from kvpass.ops.attention_pages import attention_pages as attention_reference
+from lowering.triton import append_pages, attention_pages
+from tests.pool import LENGTHS, Pool, raw
+from tests.tolerances import TRITON_ATTENTION
+from tests.triton_templates.kernel_reference import kivi, relative_error
+
+pytestmark = pytest.mark.interpreter
+
+# Prompts, then steps of one and of several tokens.
+PROMPTS, *STEPS = (1, 129, 300), (1, 1, 1), (16, 3, 1)
+
+
+def append(pool: Pool, step, pages) -> None:
+    """Packs what is due, the same bits as the reference."""
+    for side, plan in zip(pages, pool.plans, strict=True):
+        twin = [t.clone() for t in side[:-2]]
+        append_reference([*twin, *side[-2:]], step, plan)
+        assert append_pages.unsupported_reason(side, step, plan) is None
+        append_pages.append_pages(side, step, plan)
+        for written, expected in zip(side, twin, strict=False):
+            assert torch.equal(raw(written), raw(expected))
+
+
+def check(pool: Pool, heads: int = 8, softcap: float = 0.0) -> None:
+    for new in (PROMPTS, *STEPS):
+        step, pages = pool.step(new)
+        append(pool, step, pages)
+        if new != PROMPTS:
+            g = torch.Generator().manual_seed(9)
+            count = pages[0][-1].shape[2]
+            q = torch.randn(1, count, heads, pool.dim, generator=g).to(pool.dtype).transpose(1, 2)
+            arguments = (step, pool.dim**-0.5, *pool.plans, softcap)
+            out = torch.full((count, heads, pool.dim), torch.nan, dtype=pool.dtype)
+            assert attention_pages.unsupported_reason(out, q, *pages, *arguments) is None
+            attention_pages.attention_pages(out, q, *pages, *arguments)
+            wide = [[*stored, exact.double(), new.double()] for *stored, exact, new in pages]
+            expected = torch.empty_like(out, dtype=torch.float64)
+            attention_reference(expected, q.double(), *wide, *arguments)
+            assert relative_error(out, expected) <= TRITON_ATTENTION[pool.dtype]
+        pool.keep(step, pages)
+
+
+CASES = [
+    (kivi(2), {}),
+    (kivi(4), {"dtype": torch.bfloat16, "page": 32, "pages": 160}),
+    (("int2.token32.clip0.9/window=12,pack_every=1", "int1.5.token64/window=9,pack_every=2"), {}),
+    (("int3.channel16/window=4,pack_every=16", "int8.token16/window=30,pack_every=3"),
+     {"dim": 96}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plans", "sizes"), CASES, ids=str)
+def test_each_request_attends_to_its_own_pages(plans, sizes):
+    check(Pool(plans, lengths=[0] * len(PROMPTS), **sizes))
+
+
+def test_one_head_of_keys_and_soft_caps():
+    pool = Pool(kivi(4), heads=1, dtype=torch.float16, lengths=[0] * len(PROMPTS))
+    check(pool, heads=12, softcap=5.0)
+
+
+DECLINED = [
+    (("fp", "fp"), {}, "fp has sinks, is exact, or has to be decoded"),
+    (("int2.token32/sinks=5,window=12,pack_every=1",) * 2, {}, "has sinks"),
+    (
+        ("int2.token32/window=9,pack_every=1",) * 2,
+        {"page": 24},
+        "24 tokens do not hold whole tiles",
+    ),
+    (kivi(2), {"dtype": torch.float64}, "torch.float64"),
+]
+
+
+@pytest.mark.parametrize(("plans", "sizes", "reason"), DECLINED, ids=str)
+def test_declined(plans, sizes, reason):
+    step, pages = (pool := Pool(plans, **sizes)).step(LENGTHS)
+    q = pages[0][-1]
+    declined = attention_pages.unsupported_reason(q, q, *pages, step, 1.0, *pool.plans)
+    assert reason in declined
+    assert reason in append_pages.unsupported_reason(pages[1], step, pool.plans[1])
