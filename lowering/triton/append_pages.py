@@ -38,8 +38,10 @@ def unsupported_in_pages(pages: list[Tensor], plan: str) -> str | None:
     layout = layout_of(plan, dim)
     if reason := unsupported_codec(plan) or layout.unsupported_reason():
         return reason
-    if layout.identity or layout.sinks or layout.grows or dequant_first(layout, layout):
-        return f"{plan} has sinks, is exact, or has to be decoded: that is not read in pages"
+    if layout.identity or layout.grows or dequant_first(layout, layout):
+        return f"{plan} is exact, or has to be decoded: that is not read in pages"
+    if layout.by_channel and layout.sinks % layout.group:
+        return f"the sinks of {plan} are not whole groups of tokens"
     if page % encode_tokens(layout):
         return f"pages of {page} tokens do not hold whole tiles of {encode_tokens(layout)}"
     return None

@@ -55,7 +55,7 @@ def attention_pages(*args: Any, **kwargs: Any) -> None:
     kv_heads, page, head_dim = keys.exact.shape[1:]
     rows, count = _rows(a), step.single.shape[0]
     sizes = _sizes(a, layouts, count * kv_heads, page)
-    splits = sizes.splits + 4 * sizes.edge_splits
+    splits = sizes.splits + 4 * sizes.edge_splits + int(k.sinks > 0)
     sums = empty_sums(a.q, count * kv_heads, rows, head_dim, splits)
     kernels = load_kernels(
         "attention_pages", k=k, v=v, tile=sizes.tile, part=sizes.part, edge_tile=sizes.edge_tile
