@@ -25,7 +25,7 @@ class Step:
 
     Attributes:
         past, total: tokens of the request before the step and after it.
-        blocks: its blocks.
+        blocks: its blocks; anything where it has given one back.
         exact: by the number of a block among those: its page of exact tokens, if any of them
             before the step is read exactly.
         kept: for tokens ``start ... end`` of the step that are kept exact: page, slot, start, end.
@@ -56,7 +56,12 @@ class PackedAllocator(FullAttentionCacheAllocator):
     supports_block_table = False
 
     def __init__(
-        self, pages: BlockPages, exact: ExactPages, layers: int, allow_block_sharing: bool
+        self,
+        index: int,
+        layers: Sequence[int],
+        pages: BlockPages,
+        exact: ExactPages,
+        allow_block_sharing: bool,
     ) -> None:
         self.pages, self.exact = pages, exact
         exact.needed = self._needed
@@ -65,13 +70,15 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.steps: dict[str, Step] = {}
         # The most tokens that a request had when it packed what was due in a block.
         self._progress: dict[int, int] = {}
+        # Of a block transformers counts the bytes only: it has one page of them here.
         self._before_cache_tensor_init(
-            index=0,
-            layer_indices=list(range(layers)),
+            index=index,
+            layer_indices=[layers[0]],
             tokens_per_page=pages.page_size,
-            bytes_per_page=pages.nbytes // layers,
+            bytes_per_page=pages.nbytes,
             allow_block_sharing=allow_block_sharing,
         )
+        self.layer_indices = list(layers)
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool
@@ -141,6 +148,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
         requests that begin alike full ones, as long as none is taken from others."""
         needed = self.pages.exact_pages(total)
         yield from needed
+        if not self.use_block_sharing:
+            return
         for i in range(total // self.tokens_per_page - 1, past // self.tokens_per_page - 1, -1):
             begun = i * self.tokens_per_page < past
             if i not in needed and (table[i] in self.exact.page_of if begun else self.exact.free):

@@ -157,11 +157,12 @@ def paged_attention(
             "keys and values of the same width, without attention sinks of the model."
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    pages, layer, batch = cache.allocator.pages, module.layer_idx, cache.batch
+    allocator, batch = cache.layer_to_allocator[module.layer_idx], cache.batch_of(module.layer_idx)
+    pages, layer = allocator.pages, allocator.layer_indices.index(module.layer_idx)
     sides, heads, shape = (pages.keys[layer], pages.values[layer]), key.shape[1], query.shape
     query = _in_basis(sides[0], query.reshape(1, heads, -1, shape[3])).view(shape)
     new = [_in_basis(side, x) for side, x in zip(sides, (key, value), strict=True)]
-    exact = cache.allocator.exact.tokens[layer]
+    exact = allocator.exact.tokens[layer]
     keys, values = tensors = [Pages(side.stored, exact[i], new[i]) for i, side in enumerate(sides)]
     plans = sides[0].printed, sides[1].printed
     step = list(batch.step)

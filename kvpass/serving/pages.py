@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from kvpass.format.layout import codec_sizes
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.plan import LayerPlan
 
-# Fields begin at multiples of so many bytes, which every dtype divides.
-_ALIGNED = 16
+# Fields, and blocks, begin at multiples of so many bytes, which every dtype divides.
+_ALIGNED, _BLOCK_ALIGNED = 16, 128
+# Types of layers, as configurations name them.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def aligned(size: int, to: int = _ALIGNED) -> int:
@@ -62,24 +65,56 @@ class TensorPages:
             offset += aligned(t.nbytes)
 
 
+def layers_by_type(config: Any) -> dict[str, list[int]]:
+    """The numbers of the layers of each type, of a decoder with this configuration."""
+    sliding = getattr(config, "sliding_window", None) is not None
+    default = [SLIDING if sliding else FULL] * config.num_hidden_layers
+    found: dict[str, list[int]] = {}
+    for i, kind in enumerate(getattr(config, "layer_types", None) or default):
+        found.setdefault(kind, []).append(i)
+    return found
+
+
+def window_of(config: Any, kind: str) -> int:
+    """The positions that a query sees in layers of this type, its own counted; 0: all."""
+    return int(config.sliding_window) if kind == SLIDING else 0
+
+
+def within(plan: TensorPlan, window: int) -> TensorPlan:
+    """How tokens of ``plan`` are stored where queries see a window, see `window_of`."""
+    return replace(plan.sliding(window - 1), window_size=None) if window else plan
+
+
 class BlockPages:
-    """The pages of all layers in one block.
+    """The pages of all layers of one type in one block.
 
     Attributes:
-        keys, values: by the number of the layer.
+        keys, values: of each of these layers.
         page_size: tokens.
-        nbytes: bytes of a block: a multiple of 128, and of the number of layers.
+        window: positions that a query sees, its own counted; 0: all.
+        nbytes: bytes of a block.
     """
 
     def __init__(
-        self, plans: Sequence[LayerPlan], heads: int, dim: int, page_size: int, dtype: torch.dtype
+        self,
+        plans: Sequence[LayerPlan],
+        heads: int,
+        dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        window: int = 0,
     ) -> None:
         shape = (heads, page_size, dim)
-        self.page_size = page_size
-        self.keys = [TensorPages(p.keys, p.key_basis, shape, dtype) for p in plans]
-        self.values = [TensorPages(p.values, p.value_basis, shape, dtype) for p in plans]
+        self.page_size, self.window = page_size, window
+        self.keys, self.values = (
+            [TensorPages(within(plan, window), basis, shape, dtype) for plan, basis in tensors]
+            for tensors in (
+                [(p.keys, p.key_basis) for p in plans],
+                [(p.values, p.value_basis) for p in plans],
+            )
+        )
         used = sum(pages.nbytes for pages in (*self.keys, *self.values))
-        self.nbytes = aligned(used, math.lcm(128, len(plans)))
+        self.nbytes = aligned(used, _BLOCK_ALIGNED)
         # Keys and values are exact between the same positions, so that one page serves both.
         self.plans = tuple({pages.plan for pages in (*self.keys, *self.values)})
 
@@ -96,6 +131,20 @@ class BlockPages:
         touched = (max(kept) + self.page_size - 2) // self.page_size + 1
         return touched + -(-self.sinks // self.page_size)
 
+    def first_page(self, tokens: int) -> int:
+        """The number of the first page that steps behind ``tokens`` tokens look at."""
+        if not self.window:
+            return 0
+        seen = max(tokens + 1 - self.window, 0)
+        return min(seen, self.packed_before(tokens - 1)) // self.page_size
+
+    def request_bytes(self, tokens: int) -> int:
+        """Bytes of the blocks of a request of ``tokens`` tokens, between steps."""
+        pages = -(-tokens // self.page_size)
+        if self.window:
+            pages = min(pages, -(-self.window // self.page_size) + 1)
+        return pages * self.nbytes
+
     def packed_before(self, tokens: int) -> int:
         """`RetentionPolicy.packed_before`, the least of all layers."""
         return min(plan.retention.packed_before(tokens) for plan in self.plans)
@@ -107,8 +156,26 @@ class BlockPages:
         return [*sinks, *range(first, -(-tokens // self.page_size))]
 
     def bind(self, pool: Tensor) -> None:
-        """Lets the pages lie in ``pool``, uint8 of whole blocks."""
+        """Lets the pages lie in ``pool``, uint8 of whole blocks of `nbytes`."""
         offset, blocks = 0, pool.view(-1, self.nbytes)
         for pages in (*self.keys, *self.values):
             pages.bind(blocks, offset)
             offset += pages.nbytes
+
+
+def sector_bytes(groups: Sequence[BlockPages]) -> int:
+    """Bytes that hold whole blocks of each of one or two groups. Blocks become as much longer as
+    wastes least."""
+    small, *others = sorted(groups, key=lambda pages: pages.nbytes)
+    if not others:
+        return small.nbytes
+    (large,) = others
+    # Of each way: the bytes of both blocks.
+    count = large.nbytes // small.nbytes
+    more_small = aligned(-(-large.nbytes // count), _BLOCK_ALIGNED)
+    more_large = aligned(large.nbytes, small.nbytes)
+    if (count + 1) * more_small < more_large + small.nbytes:
+        small.nbytes, large.nbytes = more_small, count * more_small
+    else:
+        large.nbytes = more_large
+    return large.nbytes

@@ -12,10 +12,10 @@ from kvpass.format.tensor_plan import TensorPlan
 from kvpass.options import parse_options
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import DEFAULT, Recipe
+from kvpass.serving.pages import FULL, SLIDING, layers_by_type, window_of, within
 
 # The versions of transformers whose continuous batching `kvpass.serving` is written for.
 KNOWN = ("5.20", "5.21", "5.22", "5.23", "5.24")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def serve_packed(model: Any, recipe: str | Recipe | Plan = DEFAULT, **fields: Any) -> Any:
@@ -44,8 +44,9 @@ def serve_packed(model: Any, recipe: str | Recipe | Plan = DEFAULT, **fields: An
     _check_model(model, config)
     plan = planner.plan(model.config) if isinstance(planner, Recipe) else planner
     layers = config.num_hidden_layers
-    for i in range(layers):
-        _check_plan(plan.layer_at(i), i, config)
+    for kind, numbers in layers_by_type(config).items():
+        for i in numbers:
+            _check_plan(plan.layer_at(i), i, config, window_of(config, kind))
 
     from kvpass.serving.manager import install
 
@@ -73,7 +74,7 @@ def check_version() -> None:
 
 
 def _check_model(model: Any, config: Any) -> None:
-    """Refuses a model whose caches are not pages of full attention.
+    """Refuses a model whose caches are not pages of full or of sliding attention.
 
     Raises:
         OptionError: if this is one.
@@ -83,16 +84,16 @@ def _check_model(model: Any, config: Any) -> None:
         raise OptionError(f"{name} has no continuous batching; allowed: decoders of transformers.")
     if getattr(model, "_device_mesh", None) is not None:
         raise OptionError(f"{name} is on several devices; allowed in packed pages: one.")
-    sliding = getattr(config, "sliding_window", None) is not None
-    types = getattr(config, "layer_types", None) or [_SLIDING if sliding else _FULL]
-    if others := sorted(set(types) - {_FULL}):
+    if others := sorted(set(layers_by_type(config)) - {FULL, SLIDING}):
         raise OptionError(
-            f"{name} has layers of {', '.join(others)}; allowed in packed pages: {_FULL}."
+            f"{name} has layers of {', '.join(others)}; allowed in packed pages: {FULL} and "
+            f"{SLIDING}."
         )
 
 
-def _check_plan(plan: LayerPlan, number: int, config: Any) -> None:
-    """Refuses a layer's plan that packed pages cannot hold.
+def _check_plan(plan: LayerPlan, number: int, config: Any, window: int) -> None:
+    """Refuses a layer's plan that packed pages cannot hold, where queries see ``window`` positions
+    (0: all).
 
     Raises:
         OptionError: if this is one.
@@ -103,7 +104,8 @@ def _check_plan(plan: LayerPlan, number: int, config: Any) -> None:
     dim = utils.find_head_dim(config)
     plan.check(str(number), dim, dim, utils.find_num_key_value_heads(config))
     reason = "keys before their rotary embedding" if plan.before_rope else None
-    reason = reason or _unsupported(plan.keys) or _unsupported(plan.values)
+    for tensor in (plan.keys, plan.values):
+        reason = reason or _unsupported(within(tensor, window))
     if reason is not None:
         raise OptionError(
             f"The plan of layer {number} has {reason}; allowed in packed pages: fp, and recipes "

@@ -120,11 +120,11 @@ class Server:
         return {output.request_id: output for output in outputs}
 
     def check_empty(self) -> None:
-        allocator = self.cache.allocator
-        assert (allocator.lengths, allocator.steps, allocator.block_table) == ({}, {}, {})
-        assert allocator._needed() == set()
-        pages = allocator.exact.free + list(allocator.exact.page_of.values())
-        assert sorted(pages) == list(range(allocator.exact.tokens.shape[2]))
+        for allocator in self.cache.allocators:
+            assert (allocator.lengths, allocator.steps, allocator.block_table) == ({}, {}, {})
+            assert allocator._needed() == set()
+            pages = allocator.exact.free + list(allocator.exact.page_of.values())
+            assert sorted(pages) == list(range(allocator.exact.tokens.shape[2]))
         self.cache.evict_cached_blocks()
         self.cache.pool.try_to_free_sectors()
         assert self.cache.compute_free_capacity() == 1.0
@@ -190,7 +190,7 @@ def test_requests_that_begin_alike_share_blocks(name: str) -> None:
     for number, shared in ((6, 48), (1, 40), (3, 40)):
         server.add(number, f"after {shared}", max_new_tokens=NEW)
         server.step()
-        assert server.cache.allocator.steps[f"{number}/after {shared}"].past == shared
+        assert server.cache.allocators[0].steps[f"{number}/after {shared}"].past == shared
     agree(name, server.finish())
 
 
@@ -198,10 +198,11 @@ def test_forks_share_full_blocks_and_copy_the_last() -> None:
     server = Server("kivi", blocks=40, requests=8, batch=64, forks=3)
     server.add(2, "parent", max_new_tokens=NEW)
     server.step()
-    tables = list(server.cache.allocator.block_table.values())
+    allocator = server.cache.allocators[0]
+    tables = list(allocator.block_table.values())
     assert len(tables) == 4
     assert len({tuple(table[: 48 // PAGE]) for table in tables}) == 1
-    assert server.cache.allocator.lengths.keys() == server.cache.allocator.block_table.keys()
+    assert allocator.lengths.keys() == allocator.block_table.keys()
     agree("kivi", server.finish())
 
 
@@ -243,8 +244,8 @@ def test_says_what_the_pool_holds() -> None:
     """Of 2 layers with 2 heads of 16 channels in float64."""
     server = Server("kivi", blocks=20, requests=3)
     cache, token = server.cache, 2 * 2 * 2 * 16 * 8
-    exact = 3 * cache.allocator.pages.most_exact_pages * PAGE
-    plain = (20 * cache.allocator.pages.nbytes + exact * token) // token
+    exact = 3 * cache.allocators[0].pages.most_exact_pages * PAGE
+    plain = (20 * cache.allocators[0].pages.nbytes + exact * token) // token
     assert cache.summary() == (
         "room for 160 packed tokens and the exact ones of 3 requests in the bytes of "
         f"{plain} tokens in float64"
