@@ -106,10 +106,11 @@ def dense_attention(a: AttentionArguments, k: Tensor, v: Tensor) -> Tensor:
     # SDPA takes no mask of higher precision than the query's (ALiBi in float32, say).
     wide = mask is not None and mask.dtype not in (torch.bool, q.dtype)
     if a.softcap or a.sinks is not None or wide:
-        # What SDPA has no arguments for; in float32.
-        scores = q.float() @ k.float().transpose(2, 3) * a.scale
+        # What SDPA has no arguments for; in float32 at least.
+        high = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(high) @ k.to(high).transpose(2, 3) * a.scale
         weights = attention_weights(scores, mask, a.softcap, sinks)
-        out = (weights @ v.float()).to(q.dtype)
+        out = (weights @ v.to(high)).to(q.dtype)
     else:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale)
     return out.reshape(b, heads, n, v.shape[3]).contiguous()

@@ -20,7 +20,7 @@ class PagedArguments(NamedTuple):
         q: the queries of the batch, ``[1, Hq, N, D]``.
         keys, values: the tensors of a `Pages` each.
         step: those of a `PagedStep`.
-        scale, softcap: see `AttentionArguments`.
+        scale, softcap, window, sinks: see `AttentionArguments`.
         k_plan, v_plan: printed `TensorPlan`.
     """
 
@@ -33,6 +33,8 @@ class PagedArguments(NamedTuple):
     k_plan: str
     v_plan: str
     softcap: float = 0.0
+    window: int = 0
+    sinks: Tensor | None = None
 
     @property
     def sides(self) -> tuple[tuple[list[Tensor], str], tuple[list[Tensor], str]]:
@@ -50,14 +52,18 @@ def attention_pages(*args: Any) -> None:
         args: see `PagedArguments`.
     """
     a = PagedArguments(*args)
-    dense = AttentionArguments(a.q, [], [], None, a.scale, a.k_plan, a.v_plan, softcap=a.softcap)
+    dense = AttentionArguments(a.q, [], [], None, a.scale, a.k_plan, a.v_plan, a.sinks, softcap=a.softcap)
     step, sides = PagedStep(*a.step), [(Pages.of(x), parse_plan(plan)) for x, plan in a.sides]
-    requests = list(step.each())
+    requests, page = list(step.each()), sides[0][0].exact.shape[2]
     for number, position in step.single.tolist():
         request = requests[number]
         token = request.first + position - request.past
+        seen = max(position + 1 - a.window, 0) if a.window else 0
+        start = seen // page * page
         k, v = (
-            x.upto(plan, request, plan.retention.packed_before(position), position + 1)
+            x.upto(plan, request, plan.retention.packed_before(position), position + 1, start)[
+                :, :, seen - start :
+            ]
             for x, plan in sides
         )
         query = a.q[:, :, token : token + 1]
@@ -66,7 +72,7 @@ def attention_pages(*args: Any) -> None:
 
 define(
     "attention_pages(Tensor(a!) out, Tensor q, Tensor[] keys, Tensor[] values, Tensor[] step, "
-    "float scale, str k_plan, str v_plan, float softcap=0.0) -> ()",
+    "float scale, str k_plan, str v_plan, float softcap=0.0, int window=0, Tensor? sinks=None) -> ()",
     attention_pages,
     returns_nothing,
 )

@@ -116,10 +116,13 @@ class Pages(NamedTuple):
             parts.append(field.tokens(found.unsqueeze(0), 0, tokens).contiguous())
         return decode(plan.codec, parts, dtype)
 
-    def upto(self, plan: TensorPlan, request: Request, packed: int, end: int) -> Tensor:
-        """Tokens up to position ``end`` of a request, the first ``packed`` of them, but for sinks,
-        decoded: ``[1, H, end, D]``."""
-        sinks = min(plan.sinks, packed)
+    def upto(
+        self, plan: TensorPlan, request: Request, packed: int, end: int, start: int = 0
+    ) -> Tensor:
+        """Tokens ``start ... end`` of a request, those before ``packed``, but for sinks, decoded:
+        ``[1, H, end - start, D]``. A page begins at ``start``; only a plan without sinks begins
+        behind 0."""
+        sinks, page = min(plan.sinks, packed), start // self.exact.shape[2]
         first, last = self.exact_tokens(request, 0, sinks), self.exact_tokens(request, packed, end)
-        old = self.read(plan, request.table, packed, last.dtype)[:, :, sinks:]
+        old = self.read(plan, request.table[page:], packed - start, last.dtype)[:, :, sinks:]
         return torch.cat([first, old, last], dim=2)

@@ -17,6 +17,7 @@ from kvpass.ops.attention import (
     AttentionArguments,
     attention_weights,
     dense_attention,
+    grouped_query,
     mask_rows,
 )
 from kvpass.ops.pages import Pages, Request
@@ -35,11 +36,23 @@ class Readable:
     Attributes:
         pages: where they are; those that are due have been packed.
         plan: how.
+        window: positions that a query sees, its own counted; 0: all.
     """
 
     pages: Pages
     plan: TensorPlan
     request: Request
+    window: int = 0
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the query at ``position`` sees."""
+        return max(position + 1 - self.window, 0) if self.window else 0
+
+    @cached_property
+    def start(self) -> int:
+        """What the first query sees begins in the page that begins here."""
+        page = self.pages.exact.shape[2]
+        return self.first_seen(self.request.past) // page * page
 
     def packed_before(self, tokens: int) -> int:
         """See `RetentionPolicy.packed_before`."""
@@ -47,9 +60,10 @@ class Readable:
 
     @cached_property
     def packed(self) -> Tensor:
-        """All tokens that are packed for the last query, sinks as they are: ``[1, H, n, D]``."""
+        """All tokens from `start` on that are packed for the last query, sinks as they are: ``[1,
+        H, n, D]``."""
         end = self.packed_before(self.request.total - 1)
-        return self.pages.upto(self.plan, self.request, end, end)
+        return self.pages.upto(self.plan, self.request, end, end, self.start)
 
     @cached_property
     def tail(self) -> Tensor:
@@ -57,11 +71,11 @@ class Readable:
         start = self.packed_before(self.request.past)
         return self.pages.exact_tokens(self.request, start, self.request.total)
 
-    def upto(self, packed: int, end: int) -> Tensor:
-        """Tokens up to position ``end``, the first ``packed`` of them packed."""
+    def between(self, first: int, packed: int, end: int) -> Tensor:
+        """Tokens from position ``first`` up to ``end``, those before ``packed`` packed."""
         start = self.packed_before(self.request.past)
         tail = self.tail[:, :, packed - start : end - start]
-        return torch.cat([self.packed[:, :, :packed], tail], dim=2)
+        return torch.cat([self.packed[:, :, first - self.start : packed - self.start], tail], dim=2)
 
 
 def attend(q: Tensor, keys: Readable, values: Readable, a: AttentionArguments) -> Tensor:
@@ -69,7 +83,7 @@ def attend(q: Tensor, keys: Readable, values: Readable, a: AttentionArguments) -
     its token has a step of its own.
 
     Args:
-        a: scale and softcap.
+        a: scale, softcap, window and sinks.
     """
     out, past = [], keys.request.past
     for first in range(past, past + q.shape[2], QUERIES):
@@ -77,7 +91,10 @@ def attend(q: Tensor, keys: Readable, values: Readable, a: AttentionArguments) -
         end = first + queries.shape[2]
         ends = [(x.packed_before(first), x.packed_before(end - 1)) for x in (keys, values)]
         if all(low == high for low, high in ends):
-            k, v = (x.upto(low, end) for x, (low, _) in zip((keys, values), ends, strict=True))
+            seen = keys.first_seen(first)
+            k, v = (
+                x.between(seen, low, end) for x, (low, _) in zip((keys, values), ends, strict=True)
+            )
             out.append(dense_attention(a._replace(q=queries, causal=True), k, v))
         else:
             out.append(_attend_both(queries, keys, values, first, a))
@@ -89,34 +106,32 @@ def _attend_both(
 ) -> Tensor:
     """`attend` where some tokens are packed for some queries and exact for others: both forms are
     read, and each query takes its own."""
-    _, heads, n, d = q.shape
-    kv_heads, end, wide = (
-        keys.pages.new.shape[1],
-        first + n,
-        torch.promote_types(q.dtype, torch.float32),
-    )
-    groups = heads // kv_heads
-    rows = q.reshape(1, kv_heads, groups * n, d).to(wide)
+    heads, n = q.shape[1:3]
+    kv_heads, start, end = keys.pages.new.shape[1], keys.first_seen(first), first + n
+    bounded = a._replace(q=q, causal=True)
+    rows, seen, sinks = grouped_query(bounded, kv_heads, end - start)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = rows.to(wide)
 
-    def taken_packed(x: Readable) -> tuple[slice, Tensor]:
-        """The tokens that are in both forms, and which rows read them packed."""
+    def taken_packed(x: Readable) -> tuple[Tensor, slice, Tensor]:
+        """The tokens that are in both forms, packed, and where; and which rows read them so."""
         low, high = x.packed_before(first), x.packed_before(end - 1)
         ends = torch.tensor([x.packed_before(i) for i in range(first, end)], device=q.device)
         older = torch.arange(low, high, device=q.device) < ends.unsqueeze(1)
-        return slice(low, high), mask_rows(older[None, None], kv_heads, groups, n)
+        rows_older = mask_rows(older[None, None], kv_heads, heads // kv_heads, n)
+        return x.between(low, high, high), slice(low - start, high - start), rows_older
 
-    both, older = taken_packed(keys)
-    scores = rows @ keys.upto(both.start, end).to(wide).transpose(2, 3) * a.scale
-    packed = rows @ keys.packed[:, :, both].to(wide).transpose(2, 3) * a.scale
-    scores[..., both] = torch.where(older, packed, scores[..., both])
-    key, query = torch.arange(end, device=q.device), torch.arange(first, end, device=q.device)
-    seen = mask_rows((key <= query.unsqueeze(1))[None, None], kv_heads, groups, n)
-    weights = attention_weights(scores, seen, a.softcap, None)
-    both, older = taken_packed(values)
+    packed, both, older = taken_packed(keys)
+    k = keys.between(start, start + both.start, end)
+    scores = rows @ k.to(wide).transpose(2, 3) * a.scale
+    of_packed = rows @ packed.to(wide).transpose(2, 3) * a.scale
+    scores[..., both] = torch.where(older, of_packed, scores[..., both])
+    weights = attention_weights(scores, seen, a.softcap, sinks)
+    packed, both, older = taken_packed(values)
     of_packed = weights[..., both] * older
     weights[..., both] = weights[..., both] * ~older
-    out = weights @ values.upto(both.start, end).to(wide)
-    out += of_packed @ values.packed[:, :, both].to(wide)
+    out = weights @ values.between(start, start + both.start, end).to(wide)
+    out += of_packed @ packed.to(wide)
     return out.to(q.dtype).reshape(1, heads, n, out.shape[3])
 
 
@@ -142,7 +157,7 @@ def paged_attention(
         scaling: multiplies the scores; None: one by the root of ``D``.
         cache: the cache.
         softcap: see `AttentionArguments`.
-        s_aux: scores of attention sinks, which are not supported.
+        s_aux: see `AttentionArguments`, ``sinks``.
 
     Returns:
         ``[1, n, Hq, D]``, and no weights.
@@ -151,10 +166,10 @@ def paged_attention(
         raise CacheStateError(
             "The model is being served: its attention takes requests of continuous batching only."
         )
-    if s_aux is not None or key.shape[3] != value.shape[3]:
+    if key.shape[3] != value.shape[3]:
         raise OptionError(
             f"The attention of {type(module).__name__} is not supported in packed pages; allowed: "
-            "keys and values of the same width, without attention sinks of the model."
+            "keys and values of the same width."
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     allocator, batch = cache.layer_to_allocator[module.layer_idx], cache.batch_of(module.layer_idx)
@@ -171,13 +186,19 @@ def paged_attention(
     out = query.new_empty((shape[2], shape[1], shape[3]))
     if len(batch.step.single):
         _run(
-            "attention_pages", (*plans, keys, shape[1]),
+            "attention_pages", (*plans, keys, shape[1], pages.window > 0, s_aux is None),
             out, query, keys.tensors, values.tensors, step, scale, *plans, softcap or 0.0,
+            pages.window, s_aux,
         )  # fmt: skip
-    a = AttentionArguments(query, [], [], None, scale, *plans, softcap=softcap or 0.0)
+    a = AttentionArguments(
+        query, [], [], None, scale, *plans, s_aux, window=pages.window, softcap=softcap or 0.0
+    )
     for request in batch.long:
         of_request = slice(request.first, request.first + request.total - request.past)
-        k, v = (Readable(x, side.plan, request) for x, side in zip(tensors, sides, strict=True))
+        k, v = (
+            Readable(x, side.plan, request, pages.window)
+            for x, side in zip(tensors, sides, strict=True)
+        )
         out[of_request] = attend(query[:, :, of_request], k, v, a)[0].transpose(0, 1)
     # All have read by now: a page may have been taken from one request for another.
     for x in tensors:

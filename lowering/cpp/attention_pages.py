@@ -36,6 +36,7 @@ def unsupported_reason(*args: Any) -> str | None:
     a = PagedArguments(*args)
     if reason := unsupported_device(a.q) or unsupported_plans(a.k_plan, a.v_plan):
         return reason
+    if a.window or a.sinks is not None: return "window"
     if a.q.dtype != a.keys[-1].dtype:
         return f"queries are {a.q.dtype}, keys {a.keys[-1].dtype}"
     for pages, plan in a.sides:

@@ -25,6 +25,7 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     a = PagedArguments(*args, **kwargs)
     if reason := unsupported_plans(a.k_plan, a.v_plan) or unsupported_dtype(a.q, "the query"):
         return reason
+    if a.window or a.sinks is not None: return "window"
     if a.q.dtype != a.keys[-1].dtype:
         return f"queries are {a.q.dtype}, keys {a.keys[-1].dtype}"
     for pages, plan in a.sides:

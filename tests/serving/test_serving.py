@@ -23,7 +23,7 @@ if not is_known_version():
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvpass.serving.attention import _TARGETS
-from kvpass.serving.pages import BlockPages
+from kvpass.serving.pages import BlockPages, sector_bytes
 
 PAGE = 8
 NEW = 14
@@ -50,24 +50,37 @@ KERNELS = {
 }
 
 
+# Layers with windows, which begin inside groups, beside others; with scores of attention sinks.
+_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+_WINDOWS = {"layers": 3, "layer_types": _LAYERS, "attention": "eager"}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {**_WINDOWS, "sliding_window": 37},
+    "gpt_oss": {**_WINDOWS, "sliding_window": 30},
+}
+
+
 @lru_cache(None)
-def model(dtype: torch.dtype = torch.float64) -> Any:
+def model(dtype: torch.dtype = torch.float64, family: str = "llama") -> Any:
     """In float64, no order of summation changes a code or a token."""
-    found = tiny_model(dtype=dtype)
+    found = tiny_model(family, dtype=dtype, **MODELS[family])
+    if family == "gpt_oss":
+        found.set_experts_implementation("eager")
     found.generation_config.do_sample = False
     found.generation_config.eos_token_id = -1
     return found
 
 
 @lru_cache(None)
-def alone(name: str, number: int, recipes: str = "RECIPES") -> list[int]:
+def alone(name: str, number: int, recipes: str, family: str) -> list[int]:
     """The answer to a prompt by the oracle, which is given one token at a time."""
-    plan = globals()[recipes][name].plan(model().config)
-    cache = oracle_cache(plan, model().config, model())
+    oracle = model(family=family)
+    plan = globals()[recipes][name].plan(oracle.config)
+    cache = oracle_cache(plan, oracle.config, oracle)
     ids, answer = list(PROMPTS[number]), []
     with torch.no_grad():
         for position in range(len(ids) + NEW):
-            logits = model()(torch.tensor([[ids[position]]]), past_key_values=cache).logits
+            logits = oracle(torch.tensor([[ids[position]]]), past_key_values=cache).logits
             if position >= len(PROMPTS[number]) - 1:
                 ids.append(int(logits[0, -1].argmax()))
                 answer.append(ids[-1])
@@ -85,9 +98,10 @@ class Server:
     forks: int = 0
     dtype: torch.dtype = torch.float64
     page: int = PAGE
+    family: str = "llama"
 
     def __post_init__(self) -> None:
-        self.model = model(self.dtype)
+        self.model = model(self.dtype, self.family)
         serve_packed(self.model, (RECIPES if self.dtype == torch.float64 else KERNELS)[self.name])
         generation = transformers.GenerationConfig(
             do_sample=True, top_k=1, eos_token_id=-1, num_return_sequences=self.forks + 1
@@ -114,7 +128,7 @@ class Server:
         while self.step():
             pass
         self.check_empty()
-        self.model.set_attn_implementation("sdpa")
+        self.model.set_attn_implementation(MODELS[self.family].get("attention", "sdpa"))
         queue = self.manager.output_router.output_queue
         outputs = [queue.get() for _ in range(queue.qsize())]
         return {output.request_id: output for output in outputs}
@@ -130,17 +144,24 @@ class Server:
         assert self.cache.compute_free_capacity() == 1.0
 
 
-def agree(name: str, outputs: dict[str, Any], recipes: str = "RECIPES") -> None:
+def agree(
+    name: str, outputs: dict[str, Any], recipes: str = "RECIPES", family: str = "llama"
+) -> None:
     for request_id, output in outputs.items():
-        expected = alone(name, int(request_id.split("/")[0]), recipes)
+        expected = alone(name, int(request_id.split("/")[0]), recipes, family)
         assert output.error is None
         assert output.generated_tokens == expected[: len(output.generated_tokens)], request_id
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in RECIPES), ("gemma2", "skvq"), ("gpt_oss", "kivi")],
+)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_each_answer_is_that_of_the_request_alone(name: str, data: st.DataObject) -> None:
+def test_each_answer_is_that_of_the_request_alone(
+    family: str, name: str, data: st.DataObject
+) -> None:
     """Whatever else is served: arrivals, cancellations, forks, shared prefixes, evictions."""
     forks = data.draw(st.sampled_from([0, 0, 2]), label="forks")
     server = Server(
@@ -149,36 +170,42 @@ def test_each_answer_is_that_of_the_request_alone(name: str, data: st.DataObject
         requests=data.draw(st.integers(1, 5), label="requests"),
         batch=data.draw(st.integers(5, 70), label="batch"),
         forks=forks,
+        family=family,
     )
     wanted = {}
     for i in range(data.draw(st.integers(1, 7), label="arrivals")):
         number = data.draw(st.integers(0, len(PROMPTS) - 1), label="prompt")
         tokens = data.draw(st.integers(1, NEW), label="tokens")
         server.add(number, str(i), max_new_tokens=tokens)
-        family = [f"{number}/{i}", *(f"{number}/{i}__child#{k}" for k in range(forks))]
-        wanted |= dict.fromkeys(family, tokens)
+        copies = [f"{number}/{i}", *(f"{number}/{i}__child#{k}" for k in range(forks))]
+        wanted |= dict.fromkeys(copies, tokens)
         for _ in range(data.draw(st.integers(0, 6), label="steps")):
             server.step()
         if data.draw(st.integers(0, 4), label="cancel") == 0:
-            server.manager.cancel_request(family[-1])
-            wanted[family[-1]] = 0
+            server.manager.cancel_request(copies[-1])
+            wanted[copies[-1]] = 0
     outputs = server.finish()
-    agree(name, outputs)
+    agree(name, outputs, family=family)
     assert {k for k, v in wanted.items() if v} <= outputs.keys() <= wanted.keys()
     assert all(len(outputs[k].generated_tokens) == v for k, v in wanted.items() if v)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_give_the_same_answers(name: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in KERNELS), ("gemma2", "skvq"), ("gpt_oss", "kivi")],
+)
+def test_kernels_give_the_same_answers(family: str, name: str) -> None:
     """Prompts of several chunks beside decode steps, in float32: by the kernels alone."""
-    server = Server(name, blocks=40, requests=5, batch=40, dtype=torch.float32, page=16)
+    _TARGETS.clear()
+    server = Server(
+        name, blocks=40, requests=5, batch=40, dtype=torch.float32, page=16, family=family
+    )
     for i in range(len(PROMPTS)):
         server.add(i, "kernel", max_new_tokens=NEW)
         server.step()
-    agree(name, server.finish(), "KERNELS")
-    used = {key[0]: op for key, op in _TARGETS.items() if torch.float32 in key}
-    assert set(used) == {"append_pages", "attention_pages"}
-    assert {op.namespace for op in used.values()} == {"kvpass_cpp"}
+    agree(name, server.finish(), "KERNELS", family)
+    used = {(key[0], op.namespace) for key, op in _TARGETS.items() if torch.float32 in key}
+    assert used == {("append_pages", "kvpass_cpp"), ("attention_pages", "kvpass_cpp")}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -206,6 +233,35 @@ def test_forks_share_full_blocks_and_copy_the_last() -> None:
     agree("kivi", server.finish())
 
 
+def test_a_window_gives_its_blocks_back() -> None:
+    """What a request holds of layers with a window does not grow with it, chunk by chunk."""
+    server = Server("skvq", blocks=40, batch=8, family="gemma2")
+    sliding, full = server.cache.allocators
+    assert (sliding.layer_indices, full.layer_indices) == ([0, 2], [1])
+    server.add(6, "long", max_new_tokens=NEW)
+    held = []
+    while server.step():
+        if table := sliding.block_table.get("6/long"):
+            held.append(len([block for block in table if block >= 0]))
+            assert len(table) == len(full.block_table["6/long"])
+    # Tokens of the window, and of the step, wherever a page begins.
+    assert len(held) > 15
+    assert max(held) <= -(-(37 + 8) // PAGE) + 1 < len(held)
+    agree("skvq", server.finish(), family="gemma2")
+
+
+@pytest.mark.parametrize(
+    ("layers", "waste"), [((1, 5), 0), ((1, 1), 0), ((4, 22), 0.02), ((3, 4), 0.15), ((7,), 0)]
+)
+def test_sectors_hold_whole_blocks_of_each_type(layers: tuple[int, ...], waste: float) -> None:
+    layer = recipe("kivi-4bit").layer_plan("0", 128, 128)
+    groups = [BlockPages([layer] * n, 8, 128, 64, torch.bfloat16) for n in layers]
+    used = sum(pages.nbytes for pages in groups)
+    sector = sector_bytes(groups)
+    assert all(sector % pages.nbytes == 0 for pages in groups)
+    assert used <= sum(pages.nbytes for pages in groups) <= (1 + waste) * used
+
+
 def test_a_request_that_fails_hurts_no_other() -> None:
     server = Server("kivi", blocks=40)
     server.add(1, "good", max_new_tokens=NEW)
@@ -223,7 +279,7 @@ def test_the_methods_of_the_model_serve_packed_pages() -> None:
     config = ContinuousBatchingConfig(page_size=PAGE, num_blocks=30)
     outputs = model().generate_batch(PROMPTS, continuous_batching_config=config, max_new_tokens=NEW)
     answers = [output.generated_tokens for output in outputs.values()]
-    assert answers == [alone("kivi", i)[:NEW] for i in range(len(PROMPTS))]
+    assert answers == [alone("kivi", i, "RECIPES", "llama")[:NEW] for i in range(len(PROMPTS))]
     assert model().config._attn_implementation == "sdpa"
     manager = model().init_continuous_batching()
     assert manager.continuous_batching_config.page_size == 64
@@ -267,8 +323,9 @@ def test_refuses_recipes(name: str, fields: dict[str, Any], reason: str) -> None
 
 
 def test_refuses_models_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="has layers of sliding_attention; allowed"):
-        serve_packed(tiny_model("mistral"))
+    chunked = tiny_model("mistral", layer_types=["chunked_attention", "full_attention"])
+    with pytest.raises(OptionError, match="has layers of chunked_attention; allowed"):
+        serve_packed(chunked)
     monkeypatch.setattr(transformers, "__version__", "5.17.0")
     with pytest.raises(OptionError, match=r"transformers 5\.17\.0 is not supported in serving; "):
         serve_packed(model())
