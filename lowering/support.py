@@ -14,6 +14,7 @@ from kvpass.format.codec import Codec
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops.attention_pages import PagedArguments
 
 
 @cache
@@ -107,6 +108,13 @@ def unsupported_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     for name, tensor in zip(parse_plan(plan).layout.names, state, strict=False):
         if not tensor.is_contiguous():
             return f"{name} is not contiguous"
+    return None
+
+
+def unsupported_window(a: PagedArguments) -> str | None:
+    """Why no kernel attends to pages so, or None."""
+    if a.window and any(parse_plan(plan).sinks for _, plan in a.sides):
+        return f"keys {a.k_plan} and values {a.v_plan} have sinks, which a window forgets"
     return None
 
 

@@ -27,6 +27,8 @@ class Pool:
     dtype: torch.dtype = torch.float32
     pages: int = 64
     lengths: list[int] = field(default_factory=lambda: [0] * len(LENGTHS))
+    # Positions that queries see, 0: all. Pages before them are poisoned again.
+    window: int = 0
 
     def __post_init__(self) -> None:
         mixed = torch.randperm(self.pages, generator=torch.Generator().manual_seed(5)).int()
@@ -46,17 +48,25 @@ class Pool:
         rows, offset, found = torch.zeros(self.pages, row, dtype=torch.uint8), 0, []
         for t in empty:
             view = rows[:, offset : offset + t.nbytes].view(t.dtype).unflatten(1, t.shape[1:])
-            poison = POISON_WORD if t.dtype == torch.int16 and not found else None
-            view.fill_(NAN_PARAMS.get(t.dtype, torch.nan) if poison is None else poison)
             found.append(view)
             offset += -(-t.nbytes // 64) * 64
+        self.poison(found, slice(None))
         return found
+
+    @staticmethod
+    def poison(side: list[Tensor], pages: slice | int) -> None:
+        """Fills pages with what no one may read."""
+        for i, t in enumerate(side):
+            poison = POISON_WORD if t.dtype == torch.int16 and not i else None
+            t[pages] = NAN_PARAMS.get(t.dtype, torch.nan) if poison is None else poison
 
     def step(self, new: tuple[int, ...]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """A step of so many new tokens of each request: what ops take of it, with all queries."""
         requests, single, first = [], [], 0
         for i, n in enumerate(new):
             past = self.lengths[i]
+            if self.window:
+                self.forget(self.tables[i][: max(past + 1 - self.window, 0) // self.page])
             self.lengths[i] = total = past + n
             while len(self.tables[i]) * self.page < total:
                 self.tables[i].append(self.free.pop())
@@ -72,6 +82,13 @@ class Pool:
         # As a model's transposed projections are.
         sides = zip(self.sides, self.exact, made, strict=True)
         return step, [[*side, exact, x.transpose(1, 2)] for side, exact, x in sides]
+
+    def forget(self, pages: list[int]) -> None:
+        """Poisons pages that no later step looks at."""
+        for page in pages:
+            for side, exact in zip(self.sides, self.exact, strict=True):
+                self.poison(side, page)
+                exact[self.pages - 1 - page] = torch.nan
 
     def keep(self, step: list[Tensor], pages: list[list[Tensor]]) -> None:
         """New tokens join the exact pages."""

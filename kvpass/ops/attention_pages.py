@@ -52,7 +52,8 @@ def attention_pages(*args: Any) -> None:
         args: see `PagedArguments`.
     """
     a = PagedArguments(*args)
-    dense = AttentionArguments(a.q, [], [], None, a.scale, a.k_plan, a.v_plan, a.sinks, softcap=a.softcap)
+    plans = a.k_plan, a.v_plan
+    dense = AttentionArguments(a.q, [], [], None, a.scale, *plans, a.sinks, softcap=a.softcap)
     step, sides = PagedStep(*a.step), [(Pages.of(x), parse_plan(plan)) for x, plan in a.sides]
     requests, page = list(step.each()), sides[0][0].exact.shape[2]
     for number, position in step.single.tolist():
@@ -60,19 +61,19 @@ def attention_pages(*args: Any) -> None:
         token = request.first + position - request.past
         seen = max(position + 1 - a.window, 0) if a.window else 0
         start = seen // page * page
-        k, v = (
-            x.upto(plan, request, plan.retention.packed_before(position), position + 1, start)[
-                :, :, seen - start :
-            ]
+        both = [
+            x.upto(plan, request, plan.retention.packed_before(position), position + 1, start)
             for x, plan in sides
-        )
+        ]
+        k, v = (x[:, :, seen - start :] for x in both)
         query = a.q[:, :, token : token + 1]
         a.out[token] = dense_attention(dense._replace(q=query), k, v)[0, :, 0]
 
 
 define(
     "attention_pages(Tensor(a!) out, Tensor q, Tensor[] keys, Tensor[] values, Tensor[] step, "
-    "float scale, str k_plan, str v_plan, float softcap=0.0, int window=0, Tensor? sinks=None) -> ()",
+    "float scale, str k_plan, str v_plan, float softcap=0.0, int window=0, "
+    "Tensor? sinks=None) -> ()",
     attention_pages,
     returns_nothing,
 )

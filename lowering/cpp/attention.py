@@ -227,8 +227,7 @@ def _attend(
     batch, heads, queries, k_dim = q.shape
     v_dim = values[positions(v_plan).tokens].shape[3]
     codes = keys[positions(k_plan).codes]
-    if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
-        sinks = sinks.float().contiguous()
+    sinks = readable_sinks(sinks)
     dtype = torch.float32 if partial else q.dtype
     out = empty_cpu((batch, heads, queries, v_dim + partial), dtype)
     rows = heads // codes.shape[1] * queries
@@ -240,11 +239,23 @@ def _attend(
         *state_numbers(values, v_plan, v_dim),
         *token_numbers(q),
         *((0,) * 6 if mask is None else _mask_numbers(mask)),
-        *((0, 0) if sinks is None else (sinks.data_ptr(), _KINDS[sinks.dtype])),
+        *sinks_numbers(sinks),
         out.data_ptr(), rows, queries,
         causal, window, retained, torch.get_num_threads(), scale, softcap, *more,
     )  # fmt: skip
     return out
+
+
+def readable_sinks(sinks: Tensor | None) -> Tensor | None:
+    """Attention sinks as kernels read them."""
+    if sinks is not None and (sinks.dtype not in DTYPES or not sinks.is_contiguous()):
+        return sinks.float().contiguous()
+    return sinks
+
+
+def sinks_numbers(sinks: Tensor | None) -> tuple[int, int]:
+    """What kernels get of `readable_sinks`."""
+    return (0, 0) if sinks is None else (sinks.data_ptr(), _KINDS[sinks.dtype])
 
 
 def _mask_numbers(mask: Tensor) -> tuple[int, ...]:

@@ -9,7 +9,13 @@ import torch
 from kvpass.format.parse import parse_plan
 from kvpass.ops.attention_pages import PagedArguments
 from kvpass.ops.pages import PagedStep
-from lowering.cpp.attention import Kernel, kernel_function, row_size
+from lowering.cpp.attention import (
+    Kernel,
+    kernel_function,
+    readable_sinks,
+    row_size,
+    sinks_numbers,
+)
 from lowering.cpp.constants import unsupported_device, unsupported_plan
 from lowering.cpp.library import unsupported_compiler
 from lowering.cpp.structs import pages_numbers, step_numbers, token_numbers
@@ -18,6 +24,7 @@ from lowering.support import (
     unsupported_extras,
     unsupported_pages,
     unsupported_plans,
+    unsupported_window,
 )
 
 
@@ -36,9 +43,10 @@ def unsupported_reason(*args: Any) -> str | None:
     a = PagedArguments(*args)
     if reason := unsupported_device(a.q) or unsupported_plans(a.k_plan, a.v_plan):
         return reason
-    if a.window or a.sinks is not None: return "window"
     if a.q.dtype != a.keys[-1].dtype:
         return f"queries are {a.q.dtype}, keys {a.keys[-1].dtype}"
+    if reason := unsupported_window(a):
+        return reason
     for pages, plan in a.sides:
         if reason := (
             unsupported_extras(parse_plan(plan).codec)
@@ -56,15 +64,15 @@ def attention_pages(*args: Any) -> None:
     a = PagedArguments(*args)
     q, step = dense(a.q), PagedStep(*a.step)
     k, v = ([*stored, dense(new)] for *stored, new in (a.keys, a.values))
-    count = step.single.shape[0]
+    count, sinks = step.single.shape[0], readable_sinks(a.sinks)
     function, _ = kernel_function(*_kernel(a))
     function(
         *pages_numbers(k, a.k_plan, count),
         *pages_numbers(v, a.v_plan, count),
         *token_numbers(q),
         *(0,) * 6,
-        *(0, 0),
+        *sinks_numbers(sinks),
         a.out.data_ptr(), _rows(a), 1,
-        0, 0, 0, torch.get_num_threads(), a.scale, a.softcap,
+        0, a.window, 0, torch.get_num_threads(), a.scale, a.softcap,
         *step_numbers(step), step.single.data_ptr(),
     )  # fmt: skip

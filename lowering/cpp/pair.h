@@ -77,6 +77,7 @@ template <class A> struct Pair {
       const int64_t request = a.single[2 * batch], position = a.single[2 * batch + 1];
       const PagedRequest of(a, request);
       tokens = position + 1;
+      if (a.window) oldest = std::max<int64_t>(0, tokens - a.window);
       keys.packed_end = K::packed_before(position);
       values.packed_end = V::packed_before(position);
       table = of.table;
@@ -127,7 +128,7 @@ template <class A> struct Pair {
   void each_run_of(const Stored<X>& stored, int64_t start, int count, const Packed& packed,
                    const Exact& exact) const {
     const int64_t from = start + gone(start, count), to = start + count;
-    if constexpr (A::PAGED) each_run_of_pages(stored, from, to, packed, exact);
+    if constexpr (A::PAGED) each_run_of_pages(stored, start, from, to, packed, exact);
     else each_run_of_slots(stored, start, from, to, packed, exact);
   }
   template <class X, class Packed, class Exact>
@@ -151,10 +152,10 @@ template <class A> struct Pair {
   }
 
   template <class X, class Packed, class Exact>
-  void each_run_of_pages(const Stored<X>& stored, int64_t from, int64_t to, const Packed& packed,
-                         const Exact& exact) const {
+  void each_run_of_pages(const Stored<X>& stored, int64_t start, int64_t from, int64_t to,
+                         const Packed& packed, const Exact& exact) const {
     const X& x = stored.x;
-    const int64_t start = from, border = from < X::SINKS ? from : std::clamp(stored.packed_end, from, to);
+    const int64_t border = from < X::SINKS ? from : std::clamp(stored.packed_end, from, to);
     const int64_t stored_end = std::clamp(past, border, to);
     each_page_run(x, table, from, border, [&](int64_t slot, int64_t first, int n) {
       if constexpr (X::PACKED) packed(slot, (int)(first - start), n);

@@ -234,10 +234,7 @@ def merged(
     batch, heads, queries, _ = a.q.shape
     value_dim = sums[0].shape[3]
     out = a.q.new_empty((batch, heads, queries, value_dim))
-    sinks = a.sinks
-    if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
-        sinks = sinks.float().contiguous()
-    launch_merge(kernels, sums, out, a.keys[0].shape[1], queries, sinks, advance)
+    launch_merge(kernels, sums, out, a.keys[0].shape[1], queries, a.sinks, advance)
     return out
 
 
@@ -255,6 +252,8 @@ def launch_merge(
     padded = next_power_of_2(splits)
     channels = min(_MERGED_CHANNELS, next_power_of_2(value_dim), max(1, _MERGED // padded))
     ends, ages = ((), {}) if advance is None else advance
+    if sinks is not None and (unsupported_dtype(sinks, "sinks") or not sinks.is_contiguous()):
+        sinks = sinks.float().contiguous()
     launch(
         kernels.attention_merge, (pairs, rows * -(-value_dim // channels)),
         *sums, out if sinks is None else sinks, out, *ends,

@@ -11,7 +11,13 @@ from kvpass.ops.attention import with_signature
 from kvpass.ops.attention_pages import PagedArguments
 from kvpass.ops.pages import PagedStep, Pages
 from lowering.codegen import load_kernels
-from lowering.support import dense, interpreted, unsupported_pages, unsupported_plans
+from lowering.support import (
+    dense,
+    interpreted,
+    unsupported_pages,
+    unsupported_plans,
+    unsupported_window,
+)
 from lowering.triton.append_pages import unsupported_in_pages
 from lowering.triton.attention import LOG2_E, empty_sums, launch_merge
 from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
@@ -19,15 +25,19 @@ from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import layout_of, unsupported_device, unsupported_dtype
 from triton_templates import Layout
 
+# A window that no sequence fills.
+_ALL = 1 << 30
+
 
 def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::attention_pages``, or None."""
     a = PagedArguments(*args, **kwargs)
     if reason := unsupported_plans(a.k_plan, a.v_plan) or unsupported_dtype(a.q, "the query"):
         return reason
-    if a.window or a.sinks is not None: return "window"
     if a.q.dtype != a.keys[-1].dtype:
         return f"queries are {a.q.dtype}, keys {a.keys[-1].dtype}"
+    if reason := unsupported_window(a):
+        return reason
     for pages, plan in a.sides:
         if reason := unsupported_pages(pages, plan) or unsupported_in_pages(pages, plan):
             return reason
@@ -77,13 +87,13 @@ def attention_pages(*args: Any, **kwargs: Any) -> None:
         step.requests, step.tables, step.exact_tables, step.single, *sums,
         q.stride(1), q.stride(2), step.tables.stride(0), step.exact_tables.stride(0),
         *strides[0], *strides[1], scale=a.scale * LOG2_E, cap=a.softcap * LOG2_E,
-        KV_HEADS=kv_heads, ROWS=rows, COLUMNS=sizes.columns, PAGE=page, SPLITS=sizes.splits,
-        EDGE_SPLITS=sizes.edge_splits, FULL=q.dtype.itemsize == 4,
+        window=a.window or _ALL, KV_HEADS=kv_heads, ROWS=rows, COLUMNS=sizes.columns, PAGE=page,
+        SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, FULL=q.dtype.itemsize == 4,
         WIDE=q.dtype.itemsize == 4 or interpreted(), CAPPED=a.softcap > 0,
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages, **ages,
     )  # fmt: skip
     out = a.q.new_empty((count, kv_heads * rows, head_dim))
-    launch_merge(kernels, sums, out, kv_heads, queries=1)
+    launch_merge(kernels, sums, out, kv_heads, queries=1, sinks=a.sinks)
     past, _, first = step.requests.index_select(0, step.single[:, 0]).unbind(1)
     a.out.index_copy_(0, (first + step.single[:, 1] - past).long(), out)
 

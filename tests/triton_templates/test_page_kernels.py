@@ -29,7 +29,7 @@ def append(pool: Pool, step, pages) -> None:
             assert torch.equal(raw(written), raw(expected))
 
 
-def check(pool: Pool, heads: int = 8, softcap: float = 0.0) -> None:
+def check(pool: Pool, heads: int = 8, softcap: float = 0.0, sinks=None) -> None:
     for new in (PROMPTS, *STEPS):
         step, pages = pool.step(new)
         append(pool, step, pages)
@@ -37,7 +37,7 @@ def check(pool: Pool, heads: int = 8, softcap: float = 0.0) -> None:
             g = torch.Generator().manual_seed(9)
             count = pages[0][-1].shape[2]
             q = torch.randn(1, count, heads, pool.dim, generator=g).to(pool.dtype).transpose(1, 2)
-            arguments = (step, pool.dim**-0.5, *pool.plans, softcap)
+            arguments = (step, pool.dim**-0.5, *pool.plans, softcap, pool.window, sinks)
             out = torch.full((count, heads, pool.dim), torch.nan, dtype=pool.dtype)
             assert attention_pages.unsupported_reason(out, q, *pages, *arguments) is None
             attention_pages.attention_pages(out, q, *pages, *arguments)
@@ -69,6 +69,22 @@ def test_one_head_of_keys_and_soft_caps():
     check(pool, heads=12, softcap=5.0)
 
 
+WINDOWS = [
+    (kivi(2), {"window": 200}),
+    (("int2.token32.clip0.9/window=12,pack_every=1", "int1.5.token64/window=9,pack_every=2"),
+     {"window": 77, "page": 32}),
+    (("int3.channel16/window=4,pack_every=16", "int8.token16/window=30,pack_every=3"),
+     {"dim": 96, "window": 50}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plans", "sizes"), WINDOWS, ids=str)
+def test_no_query_looks_before_its_window(plans, sizes):
+    """Its pages are poisoned by then; with scores of attention sinks."""
+    sinks = torch.linspace(-2, 3, 8, dtype=torch.bfloat16)
+    check(Pool(plans, lengths=[0] * len(PROMPTS), **sizes), sinks=sinks)
+
+
 DECLINED = [
     (("fp", "fp"), {}, "fp is exact, or has to be decoded"),
     (("int2.channel16/sinks=5,window=12,pack_every=16",
@@ -91,3 +107,10 @@ def test_declined(plans, sizes, reason):
     assert reason in declined
     sides = zip(pages, pool.plans, strict=True)
     assert any(reason in (append_pages.unsupported_reason(x, step, p) or "") for x, p in sides)
+
+
+def test_a_window_forgets_sinks():
+    step, pages = (pool := Pool(CASES[-1][0])).step(LENGTHS)
+    arguments = (step, 1.0, *pool.plans, 0.0, 40)
+    declined = attention_pages.unsupported_reason(pages[0][-1], pages[0][-1], *pages, *arguments)
+    assert declined.endswith("have sinks, which a window forgets")

@@ -13,12 +13,12 @@ from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates.kernel_reference import kivi, relative_error
 
 
-def attended(pool: Pool, step, pages, heads: int, softcap: float = 0.0) -> float:
+def attended(pool: Pool, step, pages, heads: int, softcap: float, sinks) -> float:
     """The relative error of the queries of a step."""
     g = torch.Generator().manual_seed(9)
     count = pages[0][-1].shape[2]
     q = torch.randn(1, count, heads, pool.dim, generator=g).to(pool.dtype).transpose(1, 2)
-    arguments = (step, pool.dim**-0.5, *pool.plans, softcap)
+    arguments = (step, pool.dim**-0.5, *pool.plans, softcap, pool.window, sinks)
     out = torch.full((count, heads, pool.dim), torch.nan, dtype=pool.dtype)
     assert attention_pages.unsupported_reason(out, q, *pages, *arguments) is None
     other = torch.float32 if pool.dtype == torch.bfloat16 else torch.bfloat16
@@ -31,7 +31,7 @@ def attended(pool: Pool, step, pages, heads: int, softcap: float = 0.0) -> float
     return relative_error(out, expected)
 
 
-def check(pool: Pool, heads: int = 8, softcap: float = 0.0) -> None:
+def check(pool: Pool, heads: int = 8, softcap: float = 0.0, sinks=None) -> None:
     """Prompts, then steps of one and of several tokens."""
     for new in (LENGTHS, (1,) * 8, (16, 1, 3, 1, 2, 1, 1, 16)):
         step, pages = pool.step(new)
@@ -43,7 +43,7 @@ def check(pool: Pool, heads: int = 8, softcap: float = 0.0) -> None:
             for written, expected in zip(side, twin, strict=False):
                 assert torch.equal(raw(written), raw(expected))
         if new != LENGTHS:
-            error = attended(pool, step, pages, heads, softcap)
+            error = attended(pool, step, pages, heads, softcap, sinks)
             assert error <= CPP_ATTENTION[pool.dtype], (error, new)
         pool.keep(step, pages)
 
@@ -73,3 +73,18 @@ def test_many_query_heads_and_small_pages():
 
 def test_groups_of_several_heads():
     check(Pool((f"int2.token128.fp8/{SINKS}", f"int2.token128.fp8/{SINKS}")), heads=4)
+
+
+WINDOWS = [
+    (kivi(2), 200),
+    (("int2.token32.clip0.9/window=12,pack_every=1", "int1.5.token64/window=9,pack_every=2"), 77),
+    (("fp", kivi(4)[1]), 150),
+    (("fp", "fp"), 1),
+]
+
+
+@pytest.mark.parametrize(("plans", "window"), WINDOWS, ids=str)
+def test_no_query_looks_before_its_window(plans, window):
+    """Its pages are poisoned by then; with scores of attention sinks."""
+    sinks = torch.linspace(-2, 3, 8, dtype=torch.bfloat16)
+    check(Pool(plans, window=window, page=32, pages=128), sinks=sinks)
