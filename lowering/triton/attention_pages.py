@@ -25,9 +25,6 @@ from lowering.triton.launch import launch, on_nvidia
 from lowering.triton.layouts import layout_of, unsupported_device, unsupported_dtype
 from triton_templates import Layout
 
-# A window that no sequence fills.
-_ALL = 1 << 30
-
 
 def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::attention_pages``, or None."""
@@ -87,8 +84,8 @@ def attention_pages(*args: Any, **kwargs: Any) -> None:
         step.requests, step.tables, step.exact_tables, step.single, *sums,
         q.stride(1), q.stride(2), step.tables.stride(0), step.exact_tables.stride(0),
         *strides[0], *strides[1], scale=a.scale * LOG2_E, cap=a.softcap * LOG2_E,
-        window=a.window or _ALL, KV_HEADS=kv_heads, ROWS=rows, COLUMNS=sizes.columns, PAGE=page,
-        SPLITS=sizes.splits, EDGE_SPLITS=sizes.edge_splits, FULL=q.dtype.itemsize == 4,
+        KV_HEADS=kv_heads, ROWS=rows, COLUMNS=sizes.columns, PAGE=page, SPLITS=sizes.splits,
+        WINDOW=a.window, EDGE_SPLITS=sizes.edge_splits, FULL=q.dtype.itemsize == 4,
         WIDE=q.dtype.itemsize == 4 or interpreted(), CAPPED=a.softcap > 0,
         INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages, **ages,
     )  # fmt: skip
