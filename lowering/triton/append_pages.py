@@ -38,13 +38,18 @@ def unsupported_in_pages(pages: list[Tensor], plan: str) -> str | None:
     layout = layout_of(plan, dim)
     if reason := unsupported_codec(plan) or layout.unsupported_reason():
         return reason
-    if layout.identity or layout.grows or dequant_first(layout, layout):
-        return f"{plan} is exact, or has to be decoded: that is not read in pages"
+    if layout.grows or dequant_first(layout, layout):
+        return f"{plan} has to be decoded: that is not read in pages"
     if layout.by_channel and layout.sinks % layout.group:
         return f"the sinks of {plan} are not whole groups of tokens"
     if page % encode_tokens(layout):
         return f"pages of {page} tokens do not hold whole tiles of {encode_tokens(layout)}"
     return None
+
+
+def codes_and_qparams(pages: Pages) -> tuple[Tensor, Tensor]:
+    """What kernels get of packed tokens; those that are stored as they are have codes only."""
+    return pages.stored[0], pages.stored[-1]
 
 
 def append_pages(pages: list[Tensor], step: list[Tensor], plan: str) -> None:
@@ -53,13 +58,14 @@ def append_pages(pages: list[Tensor], step: list[Tensor], plan: str) -> None:
     new, (_, heads, page, dim) = dense(x.new), x.exact.shape
     layout, retention = layout_of(plan, dim), p.retention
     tokens, (clip, _) = encode_tokens(layout), clipping(p, None)
+    stored = codes_and_qparams(x)
     # What was exact before the step, at most, and the new tokens.
     most = retention.pack_every + new.shape[2]
     kernels = load_kernels("append_pages", layout=layout)
     launch(
         kernels.append_pages, (s.requests.shape[0] * heads, 1 + -(-most // tokens)),
-        *x.stored, x.exact, new, s.requests, s.tables, s.exact_tables,
-        *(t.stride(0) for t in x.stored), new.stride(1), new.stride(2),
+        *stored, x.exact, new, s.requests, s.tables, s.exact_tables,
+        *(t.stride(0) for t in stored), new.stride(1), new.stride(2),
         s.tables.stride(0), s.exact_tables.stride(0), clip,
         KV_HEADS=heads, PAGE=page, WINDOW=retention.window, PACK_EVERY=retention.pack_every,
         TOKENS=tokens, CLIPPED=p.codec.clip != 1,

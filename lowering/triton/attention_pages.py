@@ -18,7 +18,7 @@ from lowering.support import (
     unsupported_plans,
     unsupported_window,
 )
-from lowering.triton.append_pages import unsupported_in_pages
+from lowering.triton.append_pages import codes_and_qparams, unsupported_in_pages
 from lowering.triton.attention import LOG2_E, empty_sums, launch_merge
 from lowering.triton.heuristics import MAX_ROWS, AttentionSizes, attention_sizes
 from lowering.triton.launch import launch, on_nvidia
@@ -70,7 +70,7 @@ def attention_pages(*args: Any, **kwargs: Any) -> None:
     )
     q, new = dense(a.q), [dense(x.new) for x in (keys, values)]
     strides = [
-        (*(t.stride(0) for t in x.stored), x_new.stride(1), x_new.stride(2))
+        (*(t.stride(0) for t in codes_and_qparams(x)), x_new.stride(1), x_new.stride(2))
         for x, x_new in zip((keys, values), new, strict=True)
     ]
     ages = {
@@ -80,7 +80,8 @@ def attention_pages(*args: Any, **kwargs: Any) -> None:
     }
     launch(
         kernels.attention_split, (count * kv_heads * -(-rows // sizes.columns), splits),
-        q, *keys.stored, keys.exact, new[0], *values.stored, values.exact, new[1],
+        q, *codes_and_qparams(keys), keys.exact, new[0],
+        *codes_and_qparams(values), values.exact, new[1],
         step.requests, step.tables, step.exact_tables, step.single, *sums,
         q.stride(1), q.stride(2), step.tables.stride(0), step.exact_tables.stride(0),
         *strides[0], *strides[1], scale=a.scale * LOG2_E, cap=a.softcap * LOG2_E,

@@ -56,6 +56,7 @@ CASES = [
      {"dim": 96}),
     (("int2.token32.fp8/sinks=5,window=12,pack_every=1",
       "int1.5.token64.fp8/sinks=5,window=20,pack_every=1"), {}),
+    (("fp", kivi(4)[1]), {}),
 ]  # fmt: skip
 
 
@@ -71,6 +72,7 @@ def test_one_head_of_keys_and_soft_caps():
 
 WINDOWS = [
     (kivi(2), {"window": 200}),
+    (("fp", "fp"), {"window": 30, "dtype": torch.bfloat16, "dim": 96}),
     (("int2.token32.clip0.9/window=12,pack_every=1", "int1.5.token64/window=9,pack_every=2"),
      {"window": 77, "page": 32}),
     (("int3.channel16/window=4,pack_every=16", "int8.token16/window=30,pack_every=3"),
@@ -86,7 +88,8 @@ def test_no_query_looks_before_its_window(plans, sizes):
 
 
 DECLINED = [
-    (("fp", "fp"), {}, "fp is exact, or has to be decoded"),
+    (("nuq3.channel0.codebook-1.0,-0.5,-0.25,0.0,0.1,0.25,0.5,1.0/window=0,pack_every=1",
+      "int2.token32/window=9,pack_every=1"), {}, "has to be decoded"),
     (("int2.channel16/sinks=5,window=12,pack_every=16",
       "int2.token32/sinks=5,window=9,pack_every=1"), {},
      "the sinks of int2.channel16/sinks=5,window=12,pack_every=16 are not whole groups"),
@@ -110,7 +113,7 @@ def test_declined(plans, sizes, reason):
 
 
 def test_a_window_forgets_sinks():
-    step, pages = (pool := Pool(CASES[-1][0])).step(LENGTHS)
+    step, pages = (pool := Pool(CASES[-2][0])).step(LENGTHS)
     arguments = (step, 1.0, *pool.plans, 0.0, 40)
     declined = attention_pages.unsupported_reason(pages[0][-1], pages[0][-1], *pages, *arguments)
     assert declined.endswith("have sinks, which a window forgets")
