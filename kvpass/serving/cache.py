@@ -65,34 +65,36 @@ class PackedPagedCache(PagedAttentionCache):
             groups, config, cb_config, dtype=dtype,
             model_supports_logits_to_keep=supports_logits_to_keep,
         )  # fmt: skip
-        # Of a page of exact tokens of a layer.
-        shape = (heads, page, dim)
         exact_pages = sum(len(g.keys) * 2 * g.most_exact_pages for g in groups.values())
-        requests = memory.divide(dtype.itemsize * torch.Size(shape).numel() * exact_pages, asked)
+        requests = memory.divide(dtype.itemsize * heads * page * dim * exact_pages, asked)
         self.max_batch_tokens, self.num_sectors = memory.infer_max_batch_tokens_and_num_sectors()
         self.tokens_per_sector = memory.tokens_per_sector
         self.bytes_per_sector, self._block_bytes = memory.bytes_per_sector, memory.bytes_per_block
-        nbytes = self.num_sectors * self.bytes_per_sector
-        self.cache_tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.num_blocks = nbytes // self._block_bytes
         self.allow_block_sharing = cb_config.allow_block_sharing
         self.cache_allocators = {}
         for i, (kind, pages) in enumerate(groups.items()):
-            held = (len(pages.keys), 2, requests * pages.most_exact_pages, *shape)
+            held = (len(pages.keys), 2, requests * pages.most_exact_pages, heads, page, dim)
             exact = ExactPages(torch.empty(held, dtype=dtype, device=device))
             self.cache_allocators[kind] = _ALLOCATORS[kind](
                 i, layers[kind], pages, exact, self.allow_block_sharing
             )
         self.allocators: list[PackedAllocator] = list(self.cache_allocators.values())
         self.layer_to_allocator = {i: a for a in self.allocators for i in a.layer_indices}
+        self._share_memory()
+        self.use_prefix_sharing = all(a.use_block_sharing for a in self.allocators)
+        self.max_tokens_read = max(a.tokens_per_page * a.num_blocks for a in self.allocators)
+
+    def _share_memory(self) -> None:
+        """Makes the pool, and has all allocators lay their blocks into it."""
+        nbytes = self.num_sectors * self.bytes_per_sector
+        self.cache_tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.num_blocks = nbytes // self._block_bytes
         # No trash sectors: a batch is not padded.
-        self.pool = CachePool(self.num_sectors, len(groups), num_reserved_sectors=0)
+        self.pool = CachePool(self.num_sectors, len(self.allocators), num_reserved_sectors=0)
         for allocator in self.allocators:
             allocator.register_cache_tensor(
                 self.bytes_per_sector, nbytes, self.cache_tensor, self.pool
             )
-        self.use_prefix_sharing = all(a.use_block_sharing for a in self.allocators)
-        self.max_tokens_read = max(a.tokens_per_page * a.num_blocks for a in self.allocators)
 
     @property
     def room(self) -> int:
