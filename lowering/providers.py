@@ -120,6 +120,7 @@ _GENERATED = (
     _triton("extend_chunks", chunks.extend_chunks, chunks.unsupported_extend, ("state",)),
     _triton("unpack_chunks", chunks.unpack_chunks, chunks.unsupported_unpack),
     _triton("attention", attention.attention, attention.unsupported_reason),
+    _triton("attention_partial", attention.attention_partial, attention.unsupported_reason),
     _triton("append", append.append, append.unsupported_reason, ("state",)),
     _triton(
         "attention_pages",

@@ -95,6 +95,13 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
     return attend(best_sizes(a), *a)
 
 
+@with_signature(AttentionArguments)
+def attention_partial(*args: Any, **kwargs: Any) -> Tensor:
+    """As `kvpass.ops.attention_partial.attention_partial`, for arguments that are supported."""
+    a = AttentionArguments(*args, **kwargs)
+    return attend(best_sizes(a), *a, with_weight=True)
+
+
 def best_sizes(a: AttentionArguments) -> AttentionSizes:
     """By measurement where there is a GPU, else by the table."""
     q, (keys, values) = a.q, a.states
@@ -140,9 +147,14 @@ class Advance(NamedTuple):
 
 
 def attend(
-    sizes: AttentionSizes, *args: Any, advance: Advance | None = None, **kwargs: Any
+    sizes: AttentionSizes,
+    *args: Any,
+    advance: Advance | None = None,
+    with_weight: bool = False,
+    **kwargs: Any,
 ) -> Tensor:
-    """`attention` with these sizes, on which the result does not depend but for rounding."""
+    """`attention`, or `attention_partial` if ``with_weight``, with these sizes, on which the result
+    does not depend but for rounding."""
     a = AttentionArguments(*args, **kwargs)
     keys, values = a.states
     k = layout_of(a.k_plan, a.q.shape[3])
@@ -158,7 +170,7 @@ def attend(
     kv_heads = keys.tokens.shape[1]
     sums = empty_sums(a.q, a.q.shape[0] * kv_heads, query_rows(a, kv_heads), v.head_dim, splits)
     launch_splits(a, (k, v), sizes, sums, splits, advance, **more)
-    return merged(a, (k, v), sizes, sums, advance)
+    return merged(a, (k, v), sizes, sums, advance, with_weight)
 
 
 def query_rows(a: AttentionArguments, kv_heads: int) -> int:
@@ -227,14 +239,17 @@ def merged(
     sizes: AttentionSizes,
     sums: Sums,
     advance: Advance | None = None,
+    with_weight: bool = False,
 ) -> Tensor:
     """Attention's result from what all splits have written, the last ones with these layouts and
-    sizes. Moves the ends if that is still to be done."""
+    sizes. Moves the ends if that is still to be done. With the weight of the tokens among others
+    the result is that of `attention_partial`."""
     kernels = load_kernels("attention", **_parameters(a, layouts, sizes, advance is not None))
     batch, heads, queries, _ = a.q.shape
     value_dim = sums[0].shape[3]
-    out = a.q.new_empty((batch, heads, queries, value_dim))
-    launch_merge(kernels, sums, out, a.keys[0].shape[1], queries, a.sinks, advance)
+    shape = batch, heads, queries, value_dim + with_weight
+    out = a.q.new_empty(shape, dtype=torch.float32 if with_weight else a.q.dtype)
+    launch_merge(kernels, sums, out, a.keys[0].shape[1], queries, a.sinks, advance, with_weight)
     return out
 
 
@@ -246,6 +261,7 @@ def launch_merge(
     queries: int,
     sinks: Tensor | None = None,
     advance: Advance | None = None,
+    with_weight: bool = False,
 ) -> None:
     """Launches ``attention_merge``, which writes ``out``; see `merged`."""
     pairs, splits, rows, value_dim = sums[0].shape
@@ -258,7 +274,7 @@ def launch_merge(
         kernels.attention_merge, (pairs, rows * -(-value_dim // channels)),
         *sums, out if sinks is None else sinks, out, *ends,
         KV_HEADS=kv_heads, QUERIES=queries, ROWS=rows, SPLITS=splits,
-        SPLITS_PADDED=padded, CHANNELS=channels, SINKS=sinks is not None,
+        SPLITS_PADDED=padded, CHANNELS=channels, SINKS=sinks is not None, PARTIAL=with_weight,
         **ages,
     )  # fmt: skip
 

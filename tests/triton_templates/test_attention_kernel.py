@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowering.triton.attention import attend, attention, unsupported_reason
+from kvpass.ops.attention_partial import attention_partial as partial_reference
+from lowering.triton.attention import attend, attention, attention_partial, unsupported_reason
 from lowering.triton.heuristics import attention_candidates, attention_sizes
 from lowering.triton.launch import record_launches
 from lowering.triton.layouts import layout_of
@@ -62,6 +63,22 @@ def test_identity(dtype, tokens):
     tolerance = TRITON_EXACT_FP32 if dtype == torch.float32 else None
     keys, values = states(("fp", "fp"), tokens, dtype=dtype)
     check(("fp", "fp"), keys, values, query(1, 2, 1, 64, dtype), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("plans", [kivi(4), ("fp", "fp")], ids=str)
+def test_partial_attention_says_what_it_weighs(plans):
+    """Of some queries nothing; with scores of attention sinks."""
+    keys, values = states(plans, 300)
+    q, mask = query(1, 4, 3, 64), torch.ones(1, 1, 3, 300, dtype=torch.bool)
+    mask[:, :, 1] = False
+    for sinks in (None, torch.linspace(-1, 2, 4)):
+        arguments = (keys, values, mask, 64**-0.5, *plans, sinks)
+        found, wanted = attention_partial(q, *arguments), partial_reference(q, *arguments)
+        assert (found.dtype, found.shape) == (torch.float32, (1, 4, 3, 65))
+        assert torch.equal(found.isinf(), wanted.isinf())
+        assert bool(found.isinf().any()) == (sinks is None)
+        seen = [x.masked_fill(x.isinf(), 0) for x in (found, wanted)]
+        assert relative_error(*seen) <= TRITON_ATTENTION[q.dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
