@@ -296,6 +296,30 @@ def test_a_pool_holds_more_tokens(name: str, least: float) -> None:
     assert plain / pages.nbytes >= least
 
 
+@pytest.mark.parametrize(
+    ("layers", "heads", "dim", "window", "least"),
+    [((10, 52), 16, 128, 1024, (2.7, 4.4)), ((12, 12), 8, 64, 128, (2.8, 4.6))],
+    ids=["gemma-3-27b", "gpt-oss-20b"],
+)
+def test_a_request_with_windows_takes_less(
+    layers: tuple[int, int], heads: int, dim: int, window: int, least: tuple[float, float]
+) -> None:
+    """Of 32,768 tokens, with its exact ones, against the tokens that transformers' pool holds."""
+    tokens, page = 32768, 64
+    plain = layers[0] * tokens + layers[1] * window
+    for name, bound in zip(("kivi-4bit", "kivi-2bit"), least, strict=True):
+        layer = recipe(name).layer_plan("0", dim, dim)
+        groups = [
+            BlockPages([layer] * n, heads, dim, page, torch.bfloat16, seen)
+            for n, seen in zip(layers, (0, window), strict=True)
+        ]
+        sector_bytes(groups)
+        exact = sum(len(g.keys) * g.most_exact_pages * page for g in groups)
+        packed = sum(g.request_bytes(tokens) for g in groups)
+        token = 2 * heads * dim * torch.bfloat16.itemsize
+        assert plain * token / (packed + exact * token) >= bound
+
+
 def test_says_what_the_pool_holds() -> None:
     """Of 2 layers with 2 heads of 16 channels in float64."""
     server = Server("kivi", blocks=20, requests=3)
