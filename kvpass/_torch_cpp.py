@@ -98,10 +98,9 @@ def call_directly(ops: Iterable[OpOverload]) -> None:
 _KERNEL = re.compile(r'\s*#include <[^>]+>\s*extern "C"\s+void\s+kernel\(')
 # As `CppPythonBindingsCodeCache` binds one function.
 _BINDING = """
-static PyObject* call_kernel_{number}(PyObject*, PyObject* args) {{{{
+static PyObject* call_kernel_{number}(PyObject*, {parameters}) {{{{
   try {{{{
-    if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {count})
-      throw std::runtime_error("requires a tuple of {count} args");
+    if ({given} != {count}) throw std::runtime_error("requires {count} args");
     kernel_{number}({arguments});
     Py_RETURN_NONE;
   }}}} catch (std::exception const& error) {{{{
@@ -110,9 +109,20 @@ static PyObject* call_kernel_{number}(PyObject*, PyObject* args) {{{{
   }}}}
 }}}}
 static PyMethodDef method_{number} = {{{{
-  "kernel_{number}", call_kernel_{number}, METH_VARARGS, ""
+  "kernel_{number}", (PyCFunction)(void (*)())call_kernel_{number}, {flag}, ""
 }}}};
 """
+# How its functions get their arguments, up to torch 2.14 and from then on.
+_TUPLE = {"parameters": "PyObject* args", "given": "PyTuple_GET_SIZE(args)", "flag": "METH_VARARGS"}
+_ARRAY = {
+    "parameters": "PyObject* const* args, Py_ssize_t given",
+    "given": "given",
+    "flag": "METH_FASTCALL",
+}
+
+
+def _convention() -> dict[str, str]:
+    return _ARRAY if _ARRAY["flag"] in _bindings_cache().suffix_template else _TUPLE
 
 
 class _Batch:
@@ -160,7 +170,9 @@ class _Batch:
                 f"parse_arg<{kind.replace('const ', '')}>(args, {i})"
                 for i, kind in enumerate(types)
             )
-            bindings += _BINDING.format(number=number, count=len(types), arguments=arguments)
+            bindings += _BINDING.format(
+                number=number, count=len(types), arguments=arguments, **_convention()
+            )
         made = ", ".join(f"PyCFunction_New(&method_{number}, nullptr)" for number in numbers)
 
         class Kernels(_bindings_cache()):  # type: ignore[misc]

@@ -60,6 +60,8 @@ OPS: dict[str, Op] = {
     "logsumexp": _op("logsumexp", "input dim keepdim", keepdim=False),
     "lt": _op("lt less __lt__", _BINARY),
     "masked_fill": _op("masked_fill masked_fill_", "input mask value"),
+    # The attribute `mT` from torch 2.15 on, before that it is "getattr".
+    "mT": _op("", "input", torch.ops.aten.mT),
     "matmul": _op("matmul bmm", _BINARY),
     "max": _op("max maximum", _BINARY),
     "mean": _op("mean", "input dim"),
@@ -95,8 +97,8 @@ OPS: dict[str, Op] = {
     "where": _op("", "condition input other", torch.where),
 }
 # What hands on its input, or may.
-VIEWS = {"chunk", "contiguous", "expand", "getattr", "getitem", "permute", "reshape", "split"}
-VIEWS |= {"squeeze", "to", "transpose", "unsqueeze"}
+VIEWS = {"chunk", "contiguous", "expand", "getattr", "getitem", "mT", "permute", "reshape"}
+VIEWS |= {"split", "squeeze", "to", "transpose", "unsqueeze"}
 _NAMES: dict[Any, str] = {target: name for name, op in OPS.items() for target in op.targets}
 
 

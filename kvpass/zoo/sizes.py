@@ -61,6 +61,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "dory": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+             "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1],
              "num_hidden_layers": 2},

@@ -72,6 +72,7 @@ _READ = (
     Link("swap", lambda x: Call("transpose", input=x)),
     Link("swap", lambda x: Call("permute", input=x)),
     Link("swap", lambda x: Call("getattr", input=x, name=Is(lambda n: n == "mT", "mT"))),
+    Link("swap", lambda x: Call("mT", input=x)),
     Link("repeat", repeated),
     Link("repeat", lambda x: Call("repeat_interleave", input=x)),
     Link("repeat", lambda x: Call("expand", input=x)),

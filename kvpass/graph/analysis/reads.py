@@ -60,7 +60,7 @@ def _step_miss(step: Step, before: Any, after: Any, read: Read) -> str | None:
 
 
 def _swaps_last_two(node: Node, dims: int) -> bool:
-    if op_name(node) == "getattr":
+    if op_name(node) in ("getattr", "mT"):
         return True
     if op_name(node) == "transpose":
         swapped = {argument(node, name) % dims for name in ("dim0", "dim1")}
