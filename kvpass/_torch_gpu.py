@@ -26,6 +26,7 @@ from torch._functorch import config as aot_config
 from torch._guards import TracingContext
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CacheBase
 from torch._inductor.fx_passes import fuse_attention, pad_mm
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
@@ -39,6 +40,7 @@ from torch.utils._triton import has_triton, triton_backend, triton_hash_with_bac
 from kvpass._torch_cpp import cpp_problem, load_cpp
 from kvpass.errors import KernelError
 
+_SYSTEM = (CacheBase.get_system, CacheBase.get_local_cache_path)
 DataDependentError = fake_tensor.DataDependentOutputException
 
 # By compute capability: name, multiprocessors, bytes of memory, of L2 and of shared memory of a
@@ -174,8 +176,8 @@ def simulated_gpu(capability: int) -> Iterator[FakeTensorMode]:
         stack.enter_context(patch.dict(os.environ, {"KVPASS_TUNE": "0"}))
         stack.enter_context(inductor_config.patch({"compile_threads": 1, **settings}))
         stack.enter_context(aot_config.patch(enable_autograd_cache=False))
-        # They remember whether there is a GPU.
-        for remembers in (has_triton, triton_backend, triton_hash_with_backend):
+        # They remember whether there is a GPU; the keys of Inductor's caches tell which.
+        for remembers in (has_triton, triton_backend, triton_hash_with_backend, *_SYSTEM):
             remembers.cache_clear()
             stack.callback(remembers.cache_clear)
         yield FakeTensorMode()
