@@ -27,7 +27,8 @@ class Pool:
     dtype: torch.dtype = torch.float32
     pages: int = 64
     lengths: list[int] = field(default_factory=lambda: [0] * len(LENGTHS))
-    # Positions that queries see, 0: all. Pages before them are poisoned again.
+    # Positions that queries see, 0: all. Pages before them are poisoned again, but for those that
+    # tokens are still packed from.
     window: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +67,9 @@ class Pool:
         for i, n in enumerate(new):
             past = self.lengths[i]
             if self.window:
-                self.forget(self.tables[i][: max(past + 1 - self.window, 0) // self.page])
+                packed = [parse_plan(plan).retention.packed_before(past) for plan in self.plans]
+                seen = min(max(past + 1 - self.window, 0), *packed)
+                self.forget(self.tables[i][: seen // self.page])
             self.lengths[i] = total = past + n
             while len(self.tables[i]) * self.page < total:
                 self.tables[i].append(self.free.pop())

@@ -60,7 +60,7 @@ OPS: dict[str, Op] = {
     "logsumexp": _op("logsumexp", "input dim keepdim", keepdim=False),
     "lt": _op("lt less __lt__", _BINARY),
     "masked_fill": _op("masked_fill masked_fill_", "input mask value"),
-    # The attribute `mT` from torch 2.15 on, before that it is "getattr".
+    # The attribute `mT` from torch 2.14 on; before that it is "getattr".
     "mT": _op("", "input", torch.ops.aten.mT),
     "matmul": _op("matmul bmm", _BINARY),
     "max": _op("max maximum", _BINARY),

@@ -55,17 +55,15 @@ def attention_pages(*args: Any) -> None:
     plans = a.k_plan, a.v_plan
     dense = AttentionArguments(a.q, [], [], None, a.scale, *plans, a.sinks, softcap=a.softcap)
     step, sides = PagedStep(*a.step), [(Pages.of(x), parse_plan(plan)) for x, plan in a.sides]
-    requests, page = list(step.each()), sides[0][0].exact.shape[2]
+    requests = list(step.each())
     for number, position in step.single.tolist():
         request = requests[number]
         token = request.first + position - request.past
         seen = max(position + 1 - a.window, 0) if a.window else 0
-        start = seen // page * page
-        both = [
-            x.upto(plan, request, plan.retention.packed_before(position), position + 1, start)
+        k, v = (
+            x.upto(plan, request, plan.retention.packed_before(position), position + 1, seen)
             for x, plan in sides
-        ]
-        k, v = (x[:, :, seen - start :] for x in both)
+        )
         query = a.q[:, :, token : token + 1]
         a.out[token] = dense_attention(dense._replace(q=query), k, v)[0, :, 0]
 

@@ -120,9 +120,11 @@ class Pages(NamedTuple):
         self, plan: TensorPlan, request: Request, packed: int, end: int, start: int = 0
     ) -> Tensor:
         """Tokens ``start ... end`` of a request, those before ``packed``, but for sinks, decoded:
-        ``[1, H, end - start, D]``. A page begins at ``start``; only a plan without sinks begins
-        behind 0."""
-        sinks, page = min(plan.sinks, packed), start // self.exact.shape[2]
-        first, last = self.exact_tokens(request, 0, sinks), self.exact_tokens(request, packed, end)
-        old = self.read(plan, request.table[page:], packed - start, last.dtype)[:, :, sinks:]
+        ``[1, H, end - start, D]``. Pages before the one of ``start`` are not read."""
+        size, border = self.exact.shape[2], max(start, min(plan.sinks, packed))
+        page = start // size
+        first = self.exact_tokens(request, start, border)
+        last = self.exact_tokens(request, max(packed, start), end)
+        count = max(packed - page * size, 0)
+        old = self.read(plan, request.table[page:], count, last.dtype)[:, :, border - page * size :]
         return torch.cat([first, old, last], dim=2)

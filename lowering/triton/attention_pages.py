@@ -102,6 +102,9 @@ def _sizes(
     """The table's sizes, in tiles that pages hold. Numbers of splits are powers of two: batches of
     all sizes share a few kernels."""
     capacity = a.step[1].shape[1] * page
+    if a.window:
+        # Splits share what is seen, however long the request is.
+        capacity = min(capacity, a.window)
     table = attention_sizes(*layouts, _rows(a), pairs, capacity, a.q)
     tile = math.gcd(table.tile, page)
     part = min(table.part, tile)

@@ -72,6 +72,7 @@ def test_one_head_of_keys_and_soft_caps():
 
 WINDOWS = [
     (kivi(2), {"window": 200}),
+    (kivi(2), {"window": 30}),
     (("fp", "fp"), {"window": 30, "dtype": torch.bfloat16, "dim": 96}),
     (("int2.token32.clip0.9/window=12,pack_every=1", "int1.5.token64/window=9,pack_every=2"),
      {"window": 77, "page": 32}),

@@ -77,6 +77,7 @@ def test_groups_of_several_heads():
 
 WINDOWS = [
     (kivi(2), 200),
+    (kivi(2), 30),
     (("int2.token32.clip0.9/window=12,pack_every=1", "int1.5.token64/window=9,pack_every=2"), 77),
     (("fp", kivi(4)[1]), 150),
     (("fp", "fp"), 1),
