@@ -15,6 +15,7 @@ from kvpass._torch import assert_async
 from kvpass.errors import CacheStateError, RankError
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.retention import MAX_STEP
+from kvpass.format.sharded_plan import Sharded
 from kvpass.graph.bind.binding import (
     Binding,
     ExtendedOutput,
@@ -27,7 +28,7 @@ from kvpass.graph.bind.binding import (
 from kvpass.inspect.report import GraphReport
 from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
-from kvpass.tensor.sharded import ShardedKV, kind_of
+from kvpass.tensor.sharded import kind_of
 
 # What is added to hidden scores is below.
 _HIDDEN = -1e4
@@ -190,7 +191,7 @@ class PackedCallable:
 
 def _lost_rank(error: BaseException, handles: Sequence[PackedKV]) -> RankError | None:
     """What a user is told where a collective has failed; None if none has."""
-    shards = [handle.plan.shard for handle in handles if isinstance(handle, ShardedKV)]
+    shards = [handle.plan.shard for handle in handles if isinstance(handle.plan, Sharded)]
     # Gloo's errors are no more than that.
     failed = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
     if not shards or not isinstance(error, RuntimeError) or not failed:

@@ -18,6 +18,7 @@ from kvpass._torch_cpp import DIRECT
 # Importing these defines the ops that are provided for here.
 from kvpass.ops import append_pages as _append_pages  # noqa: F401
 from kvpass.ops import attention_pages as _attention_pages  # noqa: F401
+from kvpass.ops import chunk_shard as _chunk_shard  # noqa: F401
 from kvpass.ops import length as _length  # noqa: F401
 from kvpass.ops import linear as _linear  # noqa: F401
 from kvpass.ops import shard as _shard  # noqa: F401
@@ -61,9 +62,9 @@ class Provider:
 
 # Their references read the ends of segments on the host.
 _READ_ENDS = (
-    "append", "append_attention", "append_attention_chunks", "append_pages", "append_shard",
-    "attention", "attention_chunks", "attention_pages", "attention_partial", "extend_chunks",
-    "unpack", "unpack_shard",
+    "append", "append_attention", "append_attention_chunks", "append_chunks_shard", "append_pages",
+    "append_shard", "attention", "attention_chunks", "attention_pages", "attention_partial",
+    "extend_chunks", "extend_chunks_shard", "unpack", "unpack_shard",
 )  # fmt: skip
 
 
@@ -111,6 +112,13 @@ _GENERATED = (
     _cpp("attention_partial", cpp_attention.attention_partial, cpp_attention.unsupported_partial),
     _cpp("append_shard", cpp_shard.append_shard, cpp_shard.unsupported_append),
     _cpp("pack_shard", cpp_shard.pack_shard, cpp_shard.unsupported_pack),
+    _cpp(
+        "attention_partial_chunks_shard",
+        cpp_shard.attention_partial_chunks_shard,
+        cpp_shard.unsupported_attention_chunks,
+    ),
+    _cpp("append_chunks_shard", cpp_shard.append_chunks_shard, cpp_shard.unsupported_append_chunks),
+    _cpp("reorder_chunks_shard", cpp_shard.reorder_chunks_shard, cpp_shard.unsupported_reorder),
     _cpp("attention_chunks", cpp_chunks.attention_chunks, cpp_chunks.unsupported_attention),
     _cpp("append_chunks", cpp_chunks.append_chunks, cpp_chunks.unsupported_append),
     _cpp("reorder_chunks", cpp_chunks.reorder_chunks, cpp_chunks.unsupported_reorder),

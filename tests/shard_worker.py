@@ -30,6 +30,7 @@ import kvpass
 from examples import long_context_distributed
 from kvpass._torch import all_gathered
 from kvpass.tensor.size import held_bytes
+from tests.cocktail.requests import any_bits, run_request
 from tests.harness import left_padding, run_steps
 from tests.models import prompt, tiny_model
 from tests.rank_worker import compiled, message
@@ -40,6 +41,8 @@ STEPS, TAKEN_BACK, MORE = [370, *[1] * 20], 13, [1] * 8
 # With padding: several tokens at once, and a second prompt.
 PADDED = [150, 1, 5, 120, 1]
 PADS = [20, 3, 0]
+# Back into a chunk; and a prompt behind it.
+CUT, FURTHER = 186, 150
 # More than the least room on each of two ranks.
 PROMPT = 1100
 RECIPES: dict[str, dict[str, Any]] = {
@@ -65,6 +68,28 @@ def padded(model: Any) -> tuple[torch.Tensor, Any]:
     """The logits of three texts of other lengths, without those of padding, and their cache."""
     ids, mask = prompt(3, sum(PADDED)), left_padding(PADS, sum(PADDED))
     logits, cache = run_steps(model, ids, PADDED, mask)
+    return logits[mask.bool()], cache
+
+
+def with_chunks(model: Any) -> tuple[torch.Tensor, Any]:
+    """As `stepped`, with chunks, one of which is cut through, and a second prompt."""
+    ids = prompt(2, sum(STEPS) + len(MORE) + FURTHER + 1)
+    first, second, third = ids.split([sum(STEPS), len(MORE), FURTHER + 1], dim=1)
+    logits, cache = run_request(model, first, STEPS, any_bits(2, STEPS[0], seed=5, chunk=32))
+    cache.crop(-CUT)
+    more, cache = run_steps(model, second, MORE, cache=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    bits = any_bits(2, FURTHER, seed=5, chunk=32)
+    last, cache = run_request(model, third, [FURTHER, 1], bits, cache=cache)
+    return torch.cat([logits, more, last], dim=1), cache
+
+
+def padded_chunks(model: Any) -> tuple[torch.Tensor, Any]:
+    """As `padded`, with chunks, of a longer prompt."""
+    steps = [600, *PADDED[1:]]
+    ids, mask = prompt(3, sum(steps)), left_padding(PADS, sum(steps))
+    bits = any_bits(3, steps[0], seed=4, chunk=32)
+    logits, cache = run_request(model, ids, steps, bits, mask)
     return logits[mask.bool()], cache
 
 
@@ -135,7 +160,6 @@ def refusals(model: Any, world: Any) -> dict[str, str]:
         with compiled(model, **options):
             return message(run)
 
-    found["cocktail"] = refusal(shard=world, recipe="cocktail")
     cache = StaticCache(config=model.config, max_cache_len=64)
     found["static"] = refusal(
         lambda: run_steps(model, prompt(1, 8), [8], cache=cache), shard=world, **kivi
@@ -187,6 +211,8 @@ def main(folder: Path, names: Sequence[str]) -> None:
         found["heads apart"] = with_heads_apart(model)
     if not names:
         found["padded"] = compared(model, world, padded, **RECIPES["kivi-2bit"])
+        found["chunks"] = compared(model, world, with_chunks, recipe="cocktail", inner="inductor")
+        found["padded chunks"] = compared(model, world, padded_chunks, recipe="cocktail")
         reader, text = tiny_model("diffllama", layers=1), partial(run_text, steps=[270, 1, 1])
         found["decoded"] = compared(reader, world, text, recipe="fp")
         sizes = ["--prompt-tokens", "600", "--part-tokens", "300", "--new-tokens", "3"]

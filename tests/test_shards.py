@@ -30,6 +30,7 @@ CALIBRATED: dict[str, dict[str, Any]] = {
     "kvmix": {"exact": "pivotal", "group": 8},
 }
 RECIPES = ["fp", "kivi-2bit", *CALIBRATED]
+CHUNKED = ["chunks", "padded chunks"]
 
 
 def launch(folder: Path, ranks: int, *names: str) -> list[dict[str, Any]]:
@@ -59,14 +60,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(folder, 2)
 
 
-@pytest.mark.parametrize("run", [*RECIPES, "padded", "decoded"])
+@pytest.mark.parametrize("run", [*RECIPES, *CHUNKED, "padded", "decoded"])
 def test_ranks_together_are_a_process_alone(found, run):
     first, second = (rank[run] for rank in found)
     assert first["difference"] < tolerances.logits(torch.float32, run)
     assert first["stored"] == 0.0
     assert first["logits"] == second["logits"]
     assert first["graphs"] == second["graphs"] == first["alone"]["graphs"]
-    assert first["kinds"] == ["ShardedKV"] * 2
+    assert first["kinds"] == ["ShardedChunkedKV" if run in CHUNKED else "ShardedKV"] * 2
     assert max(first["bytes"], second["bytes"]) < first["alone"]["bytes"]
 
 
@@ -82,7 +83,6 @@ def test_a_step_sends_as_much_for_any_context(found, run):
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("cocktail", "Chunks of different bits (int2.channel32|int4.channel32|fp/chunk=32) cannot"),
         ("static", "A static cache cannot be sharded"),
         ("number", "shard=3 is not supported; allowed: an initialized process group"),
         ("mesh", "or a mesh of one dimension"),

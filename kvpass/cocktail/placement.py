@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,9 +19,12 @@ from kvpass.cocktail.context import Request, request_for
 from kvpass.errors import CacheStateError, OptionError, PlanError, check, shown
 from kvpass.format.channels import ChannelBasis
 from kvpass.format.chunked_plan import ChunkedPlan
+from kvpass.format.shard import WHOLE, Shard
+from kvpass.format.sharded_plan import Sharded
 from kvpass.ops.chunks import positions
 from kvpass.tensor.branches import another
 from kvpass.tensor.chunked import ChunkedKV
+from kvpass.tensor.sharded import kind_of
 
 Numbers = NDArray[np.int32]
 
@@ -40,11 +43,13 @@ class ChunkFormat:
         chunk_bits: the bits by which each segment is asked for, those of exact tokens at the end.
         chunk: chunks are multiples of this many tokens.
         tile: room in a segment comes in multiples of this many tokens.
+        shard: the part of every sequence that this process holds.
     """
 
     chunk_bits: tuple[float, ...]
     chunk: int
     tile: int
+    shard: Shard = WHOLE
 
     @staticmethod
     def of(plans: Sequence[ChunkedPlan]) -> ChunkFormat:
@@ -59,8 +64,16 @@ class ChunkFormat:
                     "The layers of a model need the same bits for the chunks of a prompt, not "
                     f"{plans[0]} and {plan}."
                 )
-        tile = math.lcm(*(plan.tile for plan in plans))
-        return ChunkFormat(plans[0].chunk_bits, plans[0].chunk, tile)
+        tile, first = math.lcm(*(plan.tile for plan in plans)), plans[0]
+        shard = first.shard if isinstance(first, Sharded) else WHOLE
+        return ChunkFormat(first.chunk_bits, first.chunk, tile, shard)
+
+    def own(self, tokens: NDArray[Any], past: int) -> NDArray[Any]:
+        """Of the ``tokens`` of a prompt behind ``past`` others that go into one segment those that
+        this process holds: whole chunks, dealt in turn."""
+        chunks = np.arange(len(tokens)) // self.chunk + past // self.chunk
+        found: NDArray[Any] = tokens[chunks % self.shard.size == self.shard.rank]
+        return found
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ class Placed:
             `kvpass.ops.chunks.reorder_chunks`.
         positions: where the tokens of each segment stand in the text, once the prompt has joined
             the caches, int32 ``[B, N]``; all layers share their memory.
-        exact: as many exact tokens as any row then has.
+        exact: as many exact tokens as any row then has here.
         request: whose bits they are; None: nobody's.
         past, new: tokens before the prompt, and its own.
     """
@@ -93,7 +106,8 @@ class Placed:
     ) -> ChunkedKV:
         """The cache tensor of a first prompt, from the ``state`` that the op returned."""
         state = [*state, *map(another, self.positions)]
-        handle = ChunkedKV(state, plan, self.new, dtype, written=self.exact, basis=basis)
+        kind = kind_of(plan)
+        handle = cast(ChunkedKV, kind(state, plan, self.new, dtype, self.exact, basis))
         handle.mark_dynamic()
         return handle
 
@@ -137,7 +151,7 @@ def place(
     bits = None if request is None else request.bits
     segments, tile = _segment_of_tokens(bits, chunk_format, batch, new), chunk_format.tile
     numbers = [
-        _padded([np.flatnonzero(row == segment) for row in segments], tile)
+        _padded([chunk_format.own(np.flatnonzero(row == segment), past) for row in segments], tile)
         for segment in range(len(chunk_format.chunk_bits))
     ]
     index = [tokens.view(batch, -1, tile) for tokens in _on_device(numbers, device)]

@@ -15,14 +15,13 @@ from kvpass.estimate.shapes import LayerShape, ModelShape
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.rope import Rope
 from kvpass.format.shard import WHOLE, Shard
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.sharded_plan import ShardedChunks, ShardedPlan, part_of
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.shard import own_prompt
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes import Recipe
-from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
-from kvpass.tensor.sharded import ShardedKV, kind_of
+from kvpass.tensor.sharded import ShardedChunkedKV, ShardedKV, kind_of
 from kvpass.tensor.size import stored_bits
 
 # Fields that all layers share, by their window, name and sizes.
@@ -47,13 +46,17 @@ class CachedTensor:
             return x if self.window is None else x[:, :, -self.window :]
         x = x[:, :, plan.skipped(tokens) :]
         kept, ends = x.shape[2], _segment_ends(plan, x.shape[2])
+        written = ends[-1]
         if isinstance(plan, ShardedPlan):
             sizes, held = dict[str, int](), plan.shard.own(kept)
             made = own_prompt(plan, x)
             fields, ends = made.state.tensors, made.ends
         else:
             if isinstance(plan, ChunkedPlan):
+                if isinstance(plan, ShardedChunks):
+                    ends = [plan.shard.own(count, plan.chunk) for count in ends]
                 sizes = plan.chunk_sizes(x.shape, [plan.capacity(count) for count in ends])
+                written, ends = ends[-1], plan.row_ends(ends, kept)
             else:
                 sizes = plan.sizes(x.shape, plan.packed(kept))
             fields, held = [field.empty(x, sizes) for field in plan.layout.own], kept
@@ -66,7 +69,7 @@ class CachedTensor:
             key = (plan.window_size, str(field), *(sizes.get(str(d)) for d in field.shape))
             state[field.name] = shared.setdefault(key, field.empty(x, sizes))
         if isinstance(plan, ChunkedPlan):
-            return ChunkedKV(list(state.values()), plan, tokens, dtype, written=ends[-1])
+            return kind_of(plan)(list(state.values()), plan, tokens, dtype, written)
         return kind_of(plan).of_prompt(list(state.values()), plan, tokens, dtype)
 
 
@@ -134,7 +137,8 @@ class ModelCache:
         tensors: list[Tensor] = []
         for kind, count in self.tensors.items():
             tensor = kind.tensor(batch, tokens, self.dtype, shared)
-            tensors += [tensor.part if isinstance(tensor, ShardedKV) else tensor] * count
+            held = tensor.part if isinstance(tensor, ShardedKV | ShardedChunkedKV) else tensor
+            tensors += [held] * count
         bits = stored_bits(tensors)
         return bits, bits * sum(t.numel() for t in tensors) / 8 + batch * self.state_bytes
 
@@ -183,6 +187,6 @@ def _layer_plan(plan: Plan, number: int, layer: LayerShape, shard: Shard) -> Lay
         keys, values = (p.sliding(layer.window) for p in (found.keys, found.values))
         found = replace(found, keys=keys, values=values)
     elif shard != WHOLE:
-        keys, values = (ShardedPlan.of(p, shard) for p in (found.keys, found.values))
+        keys, values = (part_of(p, shard) for p in (found.keys, found.values))
         found = replace(found, keys=keys, values=values)
     return found

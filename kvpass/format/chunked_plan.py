@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from kvpass.errors import PlanError, shown
 from kvpass.format.codec import FP, Codec
@@ -37,6 +38,7 @@ class ChunkedPlan(TensorPlan):
 
     takes_rope: ClassVar[bool] = False
     op_suffix: ClassVar[str] = "_chunks"
+    side_by_side: ClassVar[bool] = True
 
     chunk_codecs: tuple[Codec, ...] = ()
     chunk: int = 0
@@ -134,6 +136,15 @@ class ChunkedPlan(TensorPlan):
     def length(self, ends: Sequence[int]) -> int:
         """See `TensorPlan.length`; ends are how many tokens each segment has."""
         return sum(ends)
+
+    def row_ends(self, counts: Sequence[int], tokens: int) -> list[int]:
+        """The ends of a row of ``tokens`` whose segments have so many each."""
+        return list(counts)
+
+    def last_positions(self, ends: Tensor, slots: Tensor) -> Tensor:
+        """Where exact tokens in these slots stand that have no position, int64 ``[B, slots]``: they
+        have come last, one behind the other. ``ends``: ``segment_ends``, int64."""
+        return ends[:, :-1].sum(1, keepdim=True) + slots
 
     @property
     def chunk_positions(self) -> tuple[str, ...]:

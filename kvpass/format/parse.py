@@ -8,7 +8,7 @@ from functools import cache
 
 from kvpass.errors import PlanError, shown
 from kvpass.format.chunked_plan import ChunkedPlan
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.sharded_plan import ShardedChunks, ShardedPlan
 from kvpass.format.tensor_plan import TensorPlan
 
 # Words of kvpass 0.1, which plan files have, by what they are called now.
@@ -30,7 +30,7 @@ def parse_plan(text: str) -> TensorPlan:
         PlanError: if there is none.
     """
     modern = modern_words(text)
-    for kind in (TensorPlan, ChunkedPlan, ShardedPlan):
+    for kind in (TensorPlan, ChunkedPlan, ShardedPlan, ShardedChunks):
         if (plan := kind.read(modern)) is not None:
             if modern != text:
                 warnings.warn(

@@ -40,12 +40,17 @@ class Shard:
         match = _SHARD.fullmatch(text)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3])
 
-    def own(self, tokens: int) -> int:
-        """How many of the first ``tokens`` are here."""
+    def own(self, tokens: int, block: int = BLOCK) -> int:
+        """How many of the first ``tokens`` are here, dealt in blocks of so many."""
+        turn = self.size * block
+        begun = tokens % turn - self.rank * block
+        here: int = torch.sym_min(torch.sym_max(begun, 0), block)
+        return tokens // turn * block + here
+
+    def own_of(self, ends: Tensor) -> Tensor:
+        """`own` of each of these numbers of tokens."""
         turn = self.size * BLOCK
-        begun = tokens % turn - self.rank * BLOCK
-        here: int = torch.sym_min(torch.sym_max(begun, 0), BLOCK)
-        return tokens // turn * BLOCK + here
+        return ends // turn * BLOCK + (ends % turn - self.rank * BLOCK).clamp(0, BLOCK)
 
     def most(self, tokens: int) -> int:
         """How many of ``tokens`` in a row are here at most."""

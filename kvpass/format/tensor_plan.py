@@ -69,6 +69,8 @@ class TensorPlan:
     takes_rope: ClassVar[bool] = True
     # Behind the names of the ops that work on tokens stored so.
     op_suffix: ClassVar[str] = ""
+    # Whether the ends of segments are each counted on its own.
+    side_by_side: ClassVar[bool] = False
 
     codec: Codec = FP
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)

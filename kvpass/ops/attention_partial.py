@@ -29,8 +29,12 @@ def attention_partial(*args: Any, **kwargs: Any) -> Tensor:
         sum of the exponentials of the scores behind it. Of no token these are 0 and -inf.
     """
     a = AttentionArguments(*args, **kwargs)
+    return partial_attention(a, *decoded(a))
+
+
+def partial_attention(a: AttentionArguments, k: Tensor, v: Tensor) -> Tensor:
+    """`attention_partial` of plain keys and values ``[B, H, T, D]``."""
     b, heads, n, _ = a.q.shape
-    k, v = decoded(a)
     q, mask, sinks = grouped_query(a, *k.shape[1:3])
     scores = attention_scores(q.float() @ k.float().transpose(2, 3) * a.scale, mask, a.softcap)
     if sinks is not None:

@@ -146,7 +146,7 @@ def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     """Reference of ``kvpass::attention_chunks``, see `kvpass.ops.attention.attention`. Attention
     knows no order of its tokens: in theirs the mask fits as it is."""
     a = AttentionArguments(*args, **kwargs)
-    return dense_attention(a, *(_unpacked(s, s.length(), a.q.dtype) for s in a.states))
+    return dense_attention(a, *(unpacked(s, s.length(), a.q.dtype) for s in a.states))
 
 
 def positions(state: State, plan: ChunkedPlan) -> list[Tensor]:
@@ -156,7 +156,6 @@ def positions(state: State, plan: ChunkedPlan) -> list[Tensor]:
     Exact tokens without a position have come last, one behind the other.
     """
     found, ends = [], state.segment_ends.long()
-    total = ends.sum(1, keepdim=True)
     for segment, name in enumerate(plan.chunk_positions):
         end, stored = ends[:, segment : segment + 1], state[name]
         room = state[plan.segment_fields(segment)[0]].shape[2]
@@ -164,7 +163,7 @@ def positions(state: State, plan: ChunkedPlan) -> list[Tensor]:
         known = torch.full((len(ends), room), -1, device=ends.device)
         known[:, : stored.shape[1]] = stored[:, :room]
         if segment == len(plan.chunk_codecs):
-            known = torch.where(known < 0, total - end + slots, known)
+            known = torch.where(known < 0, plan.last_positions(ends, slots), known)
         found.append(known.masked_fill(slots >= end, -1))
     return found
 
@@ -172,25 +171,28 @@ def positions(state: State, plan: ChunkedPlan) -> list[Tensor]:
 def unpack_chunks(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> Tensor:
     """Reference of ``kvpass::unpack_chunks``, see `kvpass.ops.unpack.unpack`: all tokens in their
     own order."""
-    return _unpacked(State.of(state, plan), tokens, dtype)
+    return unpacked(State.of(state, plan), tokens, dtype)
 
 
-def _unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
-    p = cast(ChunkedPlan, s.plan)
-    stored = torch.cat(
-        [
-            decode(codec, [s[name] for name in p.segment_fields(segment)], dtype)
-            for segment, codec in enumerate(p.codecs)
-        ],
-        dim=2,
-    )
-    known = torch.cat(positions(s, p), dim=1)
+def unpacked(s: State, tokens: int, dtype: torch.dtype) -> Tensor:
+    """The tokens of a state in their own order, ``[B, H, tokens, D]``; any where none is held."""
+    stored, known = in_slots(s, dtype)
     # Slots without a token go behind the last position.
     known = torch.where((known < 0) | (known >= tokens), tokens, known)
     slots = torch.arange(known.shape[1], device=known.device).expand_as(known)
     source = slots.new_zeros((len(known), tokens + 1)).scatter(1, known, slots)[:, :tokens]
     index = source[:, None, :, None].expand(-1, stored.shape[1], -1, stored.shape[3])
     return stored.gather(2, index)
+
+
+def in_slots(s: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The tokens ``[B, H, N, D]`` in the order of their slots, and their `positions` ``[B, N]``."""
+    p = cast(ChunkedPlan, s.plan)
+    stored = [
+        decode(codec, [s[name] for name in p.segment_fields(segment)], dtype)
+        for segment, codec in enumerate(p.codecs)
+    ]
+    return torch.cat(stored, dim=2), torch.cat(positions(s, p), dim=1)
 
 
 def decoded_chunk(state: State, plan: ChunkedPlan, segment: int, row: int, first: int) -> Tensor:

@@ -113,9 +113,9 @@ def reorder_chunks(
     pasts = [] if past is None else [cast(ChunkedKV, past.clone())]
     placed = place(pasts, ChunkFormat.of([p]), new.shape[0], new.shape[2], new.device)
     if pasts:
-        torch.ops.kvpass.extend_chunks.default(pasts[0].own, new, placed.scatter_index, plan)
+        op_of(p, "extend")(pasts[0].own, new, placed.scatter_index, plan)
         return placed.extended(pasts[0].extended(new.shape[2]))
-    state = torch.ops.kvpass.reorder_chunks.default(new, placed.scatter_index, plan)
+    state = op_of(p, "reorder")(new, placed.scatter_index, plan)
     return placed.fresh(state, p, new.dtype, None if basis is None else channel_basis(basis))
 
 
@@ -138,7 +138,7 @@ def stored(packed: PackedKV) -> Tensor:
 
 def length(packed: PackedKV) -> Tensor:
     """How many tokens there are, int32 without dimensions, on the device."""
-    side_by_side = isinstance(packed.plan, ChunkedPlan)
+    side_by_side = packed.plan.side_by_side
     return cast(Tensor, torch.ops.kvpass.length.default(packed.segment_ends, side_by_side))
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvpass._torch import assert_async
 from kvpass.errors import RankError
 from kvpass.format.retention import MAX_STEP
-from kvpass.format.shard import BLOCK, Shard
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.shard import Shard
+from kvpass.format.sharded_plan import ShardedChunks, ShardedPlan
 from kvpass.format.state import State, empty_state
 from kvpass.ops.append import APPEND_ARGUMENTS, join
 from kvpass.ops.attention_partial import merge as merge
@@ -40,9 +40,9 @@ def sharded(state: Sequence[Tensor], plan: str) -> tuple[State, ShardedPlan]:
     return named, cast(ShardedPlan, named.plan)
 
 
-def own_state(s: State, p: ShardedPlan) -> State:
+def own_state(s: State, p: ShardedPlan | ShardedChunks) -> State:
     """The state of the own tokens as a cache tensor of its own; it shares all but its ends."""
-    ends = own_ends(s.segment_ends, str(p))
+    ends = p.own_ends(s.segment_ends)
     names = p.layout.names[: len(s.tensors)]
     return State([ends if n == "segment_ends" else s[n] for n in names], p.own)
 
@@ -59,8 +59,7 @@ def own_ends(ends: Tensor, plan: str) -> Tensor:
         int32 ``[B, segments]``.
     """
     _, p = sharded((), plan)
-    turn = p.shard.size * BLOCK
-    return ends // turn * BLOCK + (ends % turn - p.shard.rank * BLOCK).clamp(0, BLOCK)
+    return p.own_ends(ends)
 
 
 def own_mask(
@@ -72,24 +71,25 @@ def own_mask(
     causal: bool,
     window: int,
 ) -> Tensor:
-    """Reference of ``kvpass::own_mask``: a mask of the own tokens.
+    """Reference of ``kvpass::own_mask``: a mask of the own tokens, see `Sharded.columns`.
 
     Args:
         mask: of all ``tokens``, see `kvpass.ops.attention.AttentionArguments`; None: all visible.
-        ends: as of `own_ends`, after the step's tokens have joined.
-        plan: a printed `ShardedPlan`.
+        ends: ``segment_ends``, the last of which is that of the whole sequence, after the step's
+            tokens have joined.
+        plan: a printed plan of a part.
         queries: the step's tokens, the last of all.
         tokens: all of them.
         causal, window: see `kvpass.ops.attention.AttentionArguments`.
 
     Returns:
-        ``mask``, with the own tokens in its first columns, and what the bounds hide hidden; without
-        one bool ``[1, 1, n, T]``.
+        ``mask``, with the columns of the own tokens, and what the bounds hide hidden; without one
+        bool ``[1, 1, n, T]``.
     """
     _, p = sharded((), plan)
     numbers = torch.arange(tokens, device=ends.device)
     # Columns behind the own tokens are not looked at.
-    position = p.shard.positions(numbers).clamp(max=max(tokens - 1, 0))
+    position = p.columns(numbers).clamp(max=max(tokens - 1, 0))
     if mask is not None:
         mask = mask.index_select(3, position) if mask.shape[3] > 1 else mask
         if not (causal or window):

@@ -7,7 +7,7 @@ from torch.fx.node import map_arg
 
 from kvpass._torch_sizes import symbol_node
 from kvpass.errors import UnmatchedGraphError
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.sharded_plan import Sharded
 from kvpass.graph.analysis.effects import changes
 from kvpass.graph.analysis.sites import module_path, nearest_miss
 from kvpass.graph.logical_calls import AppendCall
@@ -55,7 +55,7 @@ class DecodeReader(Rule):
                 )
         call = AppendCall.of(node)
         plan = getattr(node.meta["example_value"], "plan", None) if call is None else call.parsed
-        if isinstance(plan, ShardedPlan):
+        if isinstance(plan, Sharded):
             path = module_path(found["readers"][0]) or node.name
             context.warnings.append(
                 f"the cache of {path} is gathered from all {plan.shard.size} ranks whenever this "

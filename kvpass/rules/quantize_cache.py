@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from kvpass.format.retention import MAX_STEP
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.sharded_plan import part_of
 from kvpass.graph.analysis.effects import changes
 from kvpass.graph.analysis.reads import last_reader
 from kvpass.graph.analysis.updates import CacheUpdate
@@ -47,7 +47,7 @@ class QuantizeCache(Rule):
             if update.window_size is not None:
                 stored = replace(stored, plan=stored.plan.sliding(update.window_size))
             elif context.shard is not None:
-                stored = replace(stored, plan=ShardedPlan.of(stored.plan, context.shard))
+                stored = replace(stored, plan=part_of(stored.plan, context.shard))
             return {"update": update, "stored": stored}
         # A filled cache goes on as it was begun; an empty one follows the recipe.
         plan = update.past.meta["example_value"].plan

@@ -19,11 +19,11 @@ from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.dtypes import dtype_name
 from kvpass.format.layout import Field
 from kvpass.format.parse import parse_plan
+from kvpass.format.sharded_plan import Sharded
 from kvpass.ops.ring import ring_runs
 from kvpass.tensor.branches import another
 from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
-from kvpass.tensor.sharded import ShardedKV
 
 # What JSON can write by itself.
 _Plain = bool | int | float | str | None
@@ -68,7 +68,7 @@ class Writer:
         )
 
     def _packed(self, x: PackedKV, path: str) -> dict[str, Any]:
-        if isinstance(x, ShardedKV):
+        if isinstance(x.plan, Sharded):
             raise CacheFileError(
                 f"'{path}' is spread over {x.plan.shard.size} processes, which cannot be saved; "
                 "allowed: caches that one process holds."

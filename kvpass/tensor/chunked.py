@@ -30,13 +30,18 @@ class ChunkedKV(PackedKV):
     def bits_per_element(self) -> float:
         """See `PackedKV.bits_per_element`."""
         self.check()
-        counts = self.segment_ends.float().mean(0).tolist()
+        counts = self.counts.float().mean(0).tolist()
         exact, bits = 8 * self.dtype.itemsize, 0.0
         for codec, count in zip(self.plan.codecs, counts, strict=True):
             each = codec.bits_per_element(self.shape[3], self.shape[1])
             bits += (exact if codec.identity else each) * count
-        ends = 8 * self.segment_ends.nbytes / max(self.numel(), 1)
-        return float(bits / max(self.shape[2], 1) + ends)
+        ends = 8 * self.segment_ends.nbytes / self.shape[:2].numel() / self.shape[3]
+        return float((bits + ends) / max(sum(counts), 1))
+
+    @property
+    def counts(self) -> Tensor:
+        """How many tokens each segment holds of each row, int32 ``[B, segments]``."""
+        return self.segment_ends
 
     def _reserve_packed(self, new: int) -> None:
         """A prompt's tokens get room where it is known which of them are exact."""
@@ -65,27 +70,30 @@ class ChunkedKV(PackedKV):
         """See `PackedKV.cropped`.
 
         What is left of a chunk that is cut through is decoded, and exact from then on, behind the
-        other exact ones: its tokens are the last.
+        other exact ones.
         """
         plan, last = self.plan, len(self.plan.chunk_codecs)
-        left = [((p >= 0) & (p < tokens)).sum(1) for p in positions(self.named, plan)]
-        counts: list[list[int]] = torch.stack(left, dim=1).tolist()
+        left = [p.masked_fill(p >= tokens, -1) for p in positions(self.named, plan)]
+        counts: list[list[int]] = torch.stack([(p >= 0).sum(1) for p in left], dim=1).tolist()
         most = max((row[-1] for row in counts), default=0) + plan.chunk
         named = {name: t.clone() for name, t in zip(plan.layout.names, self.state, strict=True)}
         exact = named["codes"]
         if exact.shape[2] < most:
             exact = named["codes"] = plan.layout["codes"].moved(exact, most)
+        rows, slots = exact.shape[0], exact.shape[2]
+        known = named["positions"] = named["positions"].new_full((rows, slots), -1)
+        known[:, : left[-1].shape[1]] = left[-1]
         state = State(list(named.values()), plan)
         for row, count in enumerate(counts):
             for segment in range(last):
                 if cut := count[segment] % plan.chunk:
-                    count[segment] -= cut
-                    chunk = decoded_chunk(state, plan, segment, row, count[segment])
-                    exact[row, :, count[-1] : count[-1] + cut] = chunk[:, :cut].to(exact.dtype)
-                    count[-1] += cut
-        state.positions.masked_fill_(state.positions >= tokens, -1)
-        ends = state.segment_ends
-        ends.copy_(torch.tensor(counts, dtype=torch.int32).view(ends.shape))
+                    first, end = count[segment] - cut, count[-1] + cut
+                    chunk = decoded_chunk(state, plan, segment, row, first)
+                    exact[row, :, count[-1] : end] = chunk[:, :cut].to(exact.dtype)
+                    known[row, count[-1] : end] = left[segment][row, first : first + cut]
+                    count[segment], count[-1] = first, end
+        ends = [plan.row_ends(count, tokens) for count in counts]
+        state.segment_ends.copy_(torch.tensor(ends, dtype=torch.int32).view_as(state.segment_ends))
         return state, max((row[-1] for row in counts), default=0), None
 
 

@@ -1,16 +1,21 @@
-"""`ShardedKV`: a cache tensor of which every process holds a part."""
+"""Cache tensors of which every process holds a part."""
 
 from __future__ import annotations
+
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from kvpass._torch import all_gathered, is_traced
+from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.retention import MAX_STEP
 from kvpass.format.shard import BLOCK
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.sharded_plan import ShardedChunks, ShardedPlan
 from kvpass.format.state import State
+from kvpass.ops.chunk_shard import joined
 from kvpass.ops.shard import in_order, own_state
+from kvpass.tensor.chunked import ChunkedKV
 from kvpass.tensor.packed import PackedKV
 
 
@@ -99,9 +104,54 @@ class ShardedKV(PackedKV):
         return state, total, None
 
 
+class ShardedChunkedKV(ChunkedKV):
+    """A `ChunkedKV` that stands for all tokens and stores a part of them, see
+    `kvpass.format.sharded_plan.ShardedChunks`."""
+
+    plan: ShardedChunks
+
+    @property
+    def part(self) -> ChunkedKV:
+        """The own tokens as a cache tensor of their own, to be counted: on the same memory, with
+        the positions of the whole sequence."""
+        own = own_state(self.named, self.plan)
+        tokens = sum(own.row_ends)
+        return ChunkedKV(own.tensors, own.plan, tokens, self.dtype, self.written, self.basis)
+
+    @property
+    def counts(self) -> Tensor:
+        """See `ChunkedKV.counts`; of the own tokens."""
+        return self.segment_ends[:, :-1]
+
+    def stored(self) -> Tensor:
+        """See `PackedKV.stored`; waits for the other processes."""
+        if is_traced(self.segment_ends):
+            return super().stored()
+        shard = self.plan.shard
+        return joined(all_gathered(super().stored(), shard.size, shard.group), str(self.plan))
+
+    def extended(self, new: int, after: int | None = None) -> Self:
+        """See `PackedKV.extended`."""
+        handle, own = super().extended(new, after), self.plan.shard.own
+        tokens = self.shape[2]
+        handle.written = self.written + own(tokens + new) - own(tokens)
+        return handle
+
+    def undo(self, before: dict[str, Tensor]) -> None:
+        """See `PackedKV.undo`."""
+        if before:
+            super().undo(before)
+            return
+        ends, shard, tokens = self.segment_ends, self.plan.shard, self.shape[2]
+        ends[:, -2] -= shard.own_of(ends[:, -1]) - shard.own(tokens)
+        ends[:, -1] = tokens
+
+
 def kind_of(plan: object) -> type[PackedKV]:
-    """The class of a cache tensor of one codec that is stored by ``plan``."""
+    """The class of a cache tensor that is stored by ``plan``."""
+    if isinstance(plan, ChunkedPlan):
+        return ShardedChunkedKV if isinstance(plan, ShardedChunks) else ChunkedKV
     return ShardedKV if isinstance(plan, ShardedPlan) else PackedKV
 
 
-torch.serialization.add_safe_globals([ShardedKV, ShardedPlan])
+torch.serialization.add_safe_globals([ShardedKV, ShardedPlan, ShardedChunkedKV, ShardedChunks])

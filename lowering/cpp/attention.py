@@ -179,7 +179,12 @@ def attention_partial(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def attend_segment(
-    a: AttentionArguments, positions: Tensor, segments: int, number: int, carried: Tensor
+    a: AttentionArguments,
+    positions: Tensor,
+    segments: int,
+    number: int,
+    carried: Tensor,
+    partial: bool = False,
 ) -> Tensor:
     """One segment of tokens, in one softmax with those that were attended to before.
 
@@ -190,9 +195,10 @@ def attend_segment(
         positions: int32 ``[B, C]``, see `kvpass.ops.chunks`.
         segments, number: how many there are, and which one this is.
         carried: float32 ``[B, Hq, n, D + 2]``: what earlier segments have summed, then this one.
+        partial: the result of the last segment is that of `attention_partial`.
     """
     more = (positions.data_ptr(), positions.shape[1], segments, number, carried.data_ptr())
-    return _attend(*a, more=more)
+    return _attend(*a, more=more, partial=partial and number == segments - 1)
 
 
 @cache

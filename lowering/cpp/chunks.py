@@ -70,7 +70,11 @@ def _segment(state: State, plan: ChunkedPlan, number: int) -> list[Tensor]:
 
 def unsupported_attention(*args: Any, **kwargs: Any) -> str | None:
     """Why C++ declines these arguments of ``kvpass::attention_chunks``, or None."""
-    a = AttentionArguments(*args, **kwargs)
+    return unsupported_segments(AttentionArguments(*args, **kwargs))
+
+
+def unsupported_segments(a: AttentionArguments, partial: bool = False) -> str | None:
+    """Why C++ declines these arguments of `attend_segments`, or None."""
     if a.window:
         return f"a window of {a.window} tokens that lie in the order of their bits"
     if reason := unsupported_gaps(a.keys, a.k_plan) or unsupported_gaps(a.values, a.v_plan):
@@ -79,7 +83,11 @@ def unsupported_attention(*args: Any, **kwargs: Any) -> str | None:
     exact = [{k.identity, v.identity} for k, v in pairs]
     if exact != [*[{False}] * (len(exact) - 1), {True}]:
         return f"a segment of {a.k_plan} and {a.v_plan} is stored as it is"
-    reasons = (unsupported_arguments(part, segment=True) for part, _ in _parts(a))
+    last = len(exact) - 1
+    reasons = (
+        unsupported_arguments(part, segment=True, partial=partial and number == last)
+        for number, (part, _) in enumerate(_parts(a))
+    )
     return next(filter(None, reasons), None)
 
 
@@ -94,15 +102,17 @@ def _parts(a: AttentionArguments) -> Iterator[tuple[AttentionArguments, Tensor]]
 
 
 def attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
-    """As `kvpass.ops.chunks.attention_chunks`, for arguments that `unsupported_attention` takes.
+    """As `kvpass.ops.chunks.attention_chunks`, for arguments that `unsupported_attention` takes."""
+    return attend_segments(AttentionArguments(*args, **kwargs))
 
-    One segment after the other, each by code for its pair of codecs, in one softmax: each function
-    carries on what those before it have summed.
-    """
-    a = AttentionArguments(*args, **kwargs)
+
+def attend_segments(a: AttentionArguments, partial: bool = False) -> Tensor:
+    """One segment after the other, each by code for its pair of codecs, in one softmax: each
+    function carries on what those before it have summed; see `kvpass.ops.attention_partial` for
+    ``partial``."""
     parts = list(_parts(a))
     dim = a.states[1].codes.shape[3]
     carried = a.q.new_empty((*a.q.shape[:3], dim + 2), dtype=torch.float32)
     for number, (part, positions) in enumerate(parts):
-        out = attend_segment(part, positions, len(parts), number, carried)
+        out = attend_segment(part, positions, len(parts), number, carried, partial)
     return out

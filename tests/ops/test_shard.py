@@ -8,12 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from kvpass.cocktail import ChunkBits, use
 from kvpass.errors import PlanError
 from kvpass.format.parse import parse_plan
 from kvpass.format.shard import BLOCK, Shard
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.sharded_plan import ShardedPlan, part_of
+from kvpass.ops import logical
 from kvpass.ops.attention_partial import merge
 from kvpass.ops.shard import in_order, own_state, sharded
+from lowering.cpp import shard as cpp_shard
+from tests.cocktail.requests import any_bits
 from tests.ops.test_attention import HEADS, MASKS, make_mask
 from tests.strategies import SEEDS, poisoned, randn, steps, tensor_plans
 from tests.tolerances import ATTENTION_FP32
@@ -108,7 +112,6 @@ def test_attention_to_parts_is_attention_to_all(
         ),
         ("int4.token16/window=32,pack_every=1,retained=2,filter=outliers", "retained"),
         ("int2.channel32/sinks=5,window=0,pack_every=32", "32 tokens behind 5 sinks do not fill"),
-        ("int2.channel8|fp/chunk=32", "Chunks of different bits"),
     ],
 )
 def test_what_cannot_be_sharded(plan, reason):
@@ -116,8 +119,11 @@ def test_what_cannot_be_sharded(plan, reason):
         ShardedPlan.of(parse_plan(plan), Shard(0, 2, "0"))
 
 
-def test_printed_plans_are_read():
-    plan = parts_of(parse_plan("int4.token16/sinks=5,window=32,pack_every=1"), 3)[1]
+@pytest.mark.parametrize(
+    "text", ["int4.token16/sinks=5,window=32,pack_every=1", "int2.channel8|fp/chunk=32"]
+)
+def test_printed_plans_are_read(text):
+    plan = part_of(parse_plan(text), Shard(1, 3, "0"))
     assert str(plan).endswith("/shard=1of3@0")
     assert parse_plan(str(plan)) == plan
 
@@ -136,3 +142,64 @@ def test_bytes_of_a_part(text, size):
     for part in parts_of(plan, size):
         held = sum(tensor.nbytes for tensor in ops.pack_shard.default(x, str(part)))
         assert held == pytest.approx(sum(sizes.values()) / size + window, rel=0.03)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["none", "bool", "additive"])
+def test_chunks_of_parts_are_those_of_all(kind, size):
+    """A prompt, decode steps and another prompt, with kernels in C++ besides."""
+    plans = [parse_plan(f"int2.{x}|int4.{x}|fp/chunk=8") for x in ("channel8", "token16")]
+    lengths, scale = [150, 1, 5], 0.25
+    k, v = (randn(2, 2, sum(lengths) + 40, DIM, seed=seed) for seed in (1, 2))
+    q, t = randn(2, 4, 3, DIM, seed=3), k.shape[2]
+    mask, scores = make_mask(kind, 2, 4, 3, t, seed=4), randn(4, seed=5)
+
+    def stored(x, plan):
+        first, *steps, last = x.split([*lengths, 40], dim=2)
+        with use(any_bits(2, lengths[0], seed=5)):
+            found = logical.reorder_chunks(None, first, str(plan))
+        for new in steps:
+            found = logical.append(found, new, str(plan))
+        with use(any_bits(2, 40, seed=6)):
+            return logical.reorder_chunks(found, last, str(plan))
+
+    whole = [stored(x, plan) for x, plan in zip((k, v), plans, strict=True)]
+    variant = mask, scale, *map(str, plans), scores, True
+    wanted = ops.attention_chunks.default(q, *(x.state for x in whole), *variant)
+    together, partials, fast = torch.zeros_like(k), [], []
+    for rank in range(size):
+        parts = [part_of(plan, Shard(rank, size, "0")) for plan in plans]
+        keys, values = (stored(x, part) for x, part in zip((k, v), parts, strict=True))
+        assert keys.counts.sum(1).max() < t / size + 8 * 3
+        assert logical.length(keys) == t
+        names = list(map(str, parts))
+        found = ops.unpack_chunks_shard.default(keys.state, t, names[0], k.dtype)
+        assert found.is_contiguous(), "compiled code relies on it"
+        together += found
+        seen = ops.own_mask.default(mask, keys.segment_ends, names[0], 3, t, True, 0)
+        arguments = q, keys.state, values.state, seen, scale, *names, None if rank else scores
+        partials.append(ops.attention_partial_chunks_shard.default(*arguments))
+        assert cpp_shard.unsupported_attention_chunks(*arguments) is None
+        fast.append(cpp_shard.attention_partial_chunks_shard(*arguments))
+    assert torch.equal(together, whole[0].decode())
+    for found in (partials, fast):
+        got = merge(torch.cat(found), size, DIM, q.dtype)
+        assert_close(got, wanted, rtol=0, atol=ATTENTION_FP32)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rooms_of_a_part_with_chunks(size):
+    """Each level has a share of its own room, but for what is rounded up to whole tiles."""
+    plan, levels = parse_plan("int2.channel32|int4.channel32|fp/chunk=32"), (2, 4, 16)
+    picks = torch.tensor([0.88, 0.085, 0.035]).multinomial(1000, replacement=True)
+    bits, x = ChunkBits((tuple(levels[i] for i in picks),), (100,)), randn(1, 1, 32768, 64)
+
+    def rooms(plan):
+        with use(bits):
+            held = logical.reorder_chunks(None, x, str(plan))
+        return {f.name: f.room(getattr(held, f.name)) for f in plan.layout.own if f.grows}
+
+    whole = rooms(plan)
+    for rank in range(size):
+        for name, room in rooms(part_of(plan, Shard(rank, size, "0"))).items():
+            assert 0 < room - whole[name] / size + plan.tile <= 3 * plan.tile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -10,9 +11,11 @@ from torch.fx import Graph, Node
 from kvpass._torch import all_gathered
 from kvpass._torch_sizes import symbol_node
 from kvpass.format.shard import Shard
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.sharded_plan import Sharded, ShardedChunks
 from kvpass.graph.calls import add_call
 from kvpass.graph.logical_calls import AttentionCall
+from kvpass.ops.chunk_shard import joined
+from kvpass.ops.library import op_of
 from kvpass.ops.shard import in_order, merge, prompt_sums, with_sums
 
 ops = torch.ops.kvpass
@@ -31,20 +34,19 @@ class ShardBinder:
         self._masks: dict[tuple[Node | None, bool, int], Node] = {}
 
     def attention(
-        self, call: AttentionCall, plans: Sequence[ShardedPlan], states: Sequence[list[Node]]
+        self, call: AttentionCall, plans: Sequence[Any], states: Sequence[list[Node]]
     ) -> Node:
         """The attention ``call`` over keys and values with these plans and states."""
-        shard, own = plans[0].shard, []
-        for plan, state in zip(plans, states, strict=True):
-            at = plan.layout.names.index("segment_ends")
-            ends = add_call(self._graph, ops.own_ends.default, state[at], str(plan))
-            own.append([*state[:at], ends, *state[at + 1 :]])
-        mask = self._mask(call, plans[0], states[0])
+        shard, mask = plans[0].shard, self._mask(call, plans[0], states[0])
         sinks = call.sinks if shard.rank == 0 else None
-        variant = (*(str(p.own) for p in plans), sinks, False, 0, call.softcap)
-        partial = add_call(
-            self._graph, ops.attention_partial.default, call.q, *own, mask, call.scale, *variant
-        )
+        if isinstance(plans[0], ShardedChunks):
+            attention = op_of(plans[0], "attention_partial")
+        else:
+            attention = ops.attention_partial.default
+            states = [self._own(*side) for side in zip(plans, states, strict=True)]
+            plans = [plan.own for plan in plans]
+        variant = (*map(str, plans), sinks, False, 0, call.softcap)
+        partial = add_call(self._graph, attention, call.q, *states, mask, call.scale, *variant)
         if not self._checked:
             partial = add_call(self._graph, with_sums, partial, call.q)
         gathered = self._gathered(partial, shard)
@@ -55,7 +57,13 @@ class ShardBinder:
         channels = int(call.values.meta["example_value"].shape[3])
         return add_call(self._graph, merge, gathered, shard.size, channels, dtype)
 
-    def _mask(self, call: AttentionCall, plan: ShardedPlan, keys: list[Node]) -> Node | None:
+    def _own(self, plan: Any, state: list[Node]) -> list[Node]:
+        """The state of the own tokens as that of a cache tensor of their own."""
+        at = plan.layout.names.index("segment_ends")
+        ends = add_call(self._graph, ops.own_ends.default, state[at], str(plan))
+        return [*state[:at], ends, *state[at + 1 :]]
+
+    def _mask(self, call: AttentionCall, plan: Any, keys: list[Node]) -> Node | None:
         """What of the own tokens is seen; None: all."""
         queries = call.q.meta["example_value"].shape[2]
         # A single query comes last.
@@ -72,9 +80,11 @@ class ShardBinder:
             self._masks[key] = add_call(self._graph, ops.own_mask.default, *arguments)
         return self._masks[key]
 
-    def unpacked(self, part: Node, tokens: Node | int, plan: ShardedPlan) -> Node:
+    def unpacked(self, part: Node, tokens: Node | int, plan: Sharded) -> Node:
         """All ``tokens``, of which ``part`` is the own part, see `kvpass.ops.shard`."""
         gathered = self._gathered(part, plan.shard)
+        if isinstance(plan, ShardedChunks):
+            return add_call(self._graph, joined, gathered, str(plan))
         return add_call(self._graph, in_order, gathered, tokens, str(plan))
 
     def prompt(self, new: Node, shard: Shard) -> Node:

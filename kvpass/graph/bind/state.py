@@ -20,10 +20,9 @@ from kvpass._torch import inner_example, inner_source, mark_static_input
 from kvpass._torch_sizes import Size, same_size, symbol_node, symbol_positions
 from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelBasis, channel_basis
-from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.layout import Field
 from kvpass.format.retention import MAX_STEP
-from kvpass.format.sharded_plan import ShardedPlan
+from kvpass.format.sharded_plan import Sharded
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.static import StaticUpdate
 from kvpass.graph.bases import (
@@ -200,7 +199,7 @@ class _Binder:
     def _new(self, call: AppendCall) -> Node:
         """The new tokens of a step; those of a prompt that is sharded are compared with others'."""
         plan = call.parsed
-        if not isinstance(plan, ShardedPlan):
+        if not isinstance(plan, Sharded):
             return call.new
         prompt = call.past is None or call.new.meta["example_value"].shape[2] > MAX_STEP
         return self.shards.prompt(call.new, plan.shard) if prompt else call.new
@@ -216,12 +215,12 @@ class _Binder:
     def _reorder(self, node: Node) -> None:
         call = AppendCall.at(node)
         self.plans[node] = call.parsed
-        inputs = (call.new, self.chunks.scatter_index(call), call.plan)
+        inputs = (self._new(call), self.chunks.scatter_index(call), call.plan)
         if call.past is None:
-            self._fresh(node, add_call(self.graph, ops.reorder_chunks.default, *inputs))
+            self._fresh(node, add_call(self.graph, op_of(call.parsed, "reorder"), *inputs))
             return
         self.state[node] = self.state[call.past]
-        add_call(self.graph, ops.extend_chunks.default, self._own(call.past), *inputs)
+        add_call(self.graph, op_of(call.parsed, "extend"), self._own(call.past), *inputs)
 
     def _fresh(self, node: Node, made: Node) -> None:
         """The state of ``node`` is the list of tensors ``made``."""
@@ -245,8 +244,8 @@ class _Binder:
         packed = PackedCall.at(node).packed
         plan = self.plans[packed]
         ends = self.state[packed][plan.layout.names.index("segment_ends")]
-        side_by_side = isinstance(plan, ChunkedPlan)
-        node.replace_all_uses_with(add_call(self.graph, ops.length.default, ends, side_by_side))
+        length = add_call(self.graph, ops.length.default, ends, plan.side_by_side)
+        node.replace_all_uses_with(length)
 
     def _tokens(self, node: Node) -> Size:
         return Size(node.meta["example_value"].shape[2], self.symbols)
@@ -273,7 +272,7 @@ class _Binder:
         plans = [self.plans[x] for x in (call.keys, call.values)]
         state = (self.state[call.keys], self.state[call.values])
         variant = (*map(str, plans), call.sinks, call.causal, call.window, call.softcap)
-        if isinstance(plans[0], ShardedPlan):
+        if isinstance(plans[0], Sharded):
             bound = self.shards.attention(call, cast(Any, plans), state)
         else:
             attention = op_of(plans[0], "attention")
@@ -294,7 +293,7 @@ class _Binder:
         unpack, plan = op_of(self.plans[packed], "unpack"), str(self.plans[packed])
         tokens = symbol_node(self.graph, example.shape[2])
         bound = add_call(self.graph, unpack, self.state[packed], tokens, plan, example.dtype)
-        if isinstance(sharded := self.plans[packed], ShardedPlan):
+        if isinstance(sharded := self.plans[packed], Sharded):
             bound = self.shards.unpacked(bound, tokens, sharded)
         basis = self._basis(packed) if node.target is logical.unpack else None
         if basis is not None:
