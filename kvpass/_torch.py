@@ -1,4 +1,4 @@
-"""What is imported of private PyTorch APIs (used with torch 2.11 to 2.13), but for sizes
+"""What is imported of private PyTorch APIs (used with torch 2.11 to 2.15), but for sizes
 (`kvpass._torch_sizes`), compiling C++ (`kvpass._torch_cpp`), keeping what was compiled
 (`kvpass._torch_libraries`) and simulating a GPU (`kvpass._torch_gpu`)."""
 
