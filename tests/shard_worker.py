@@ -48,6 +48,8 @@ PROMPT = 1100
 RECIPES: dict[str, dict[str, Any]] = {
     "fp": {"recipe": "fp"},
     "kivi-2bit": {"recipe": "kivi-2bit", "residual": 32},
+    # Its sinks fill no group.
+    "rotated-4bit": {"recipe": "rotated-4bit", "group": 16},
 }
 
 

@@ -29,7 +29,7 @@ CALIBRATED: dict[str, dict[str, Any]] = {
     "kvquant-nuq3-1%": {},
     "kvmix": {"exact": "pivotal", "group": 8},
 }
-RECIPES = ["fp", "kivi-2bit", *CALIBRATED]
+RECIPES = ["fp", "kivi-2bit", "rotated-4bit", *CALIBRATED]
 CHUNKED = ["chunks", "padded chunks"]
 
 

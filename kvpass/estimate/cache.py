@@ -15,7 +15,7 @@ from kvpass.estimate.shapes import LayerShape, ModelShape
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.rope import Rope
 from kvpass.format.shard import WHOLE, Shard
-from kvpass.format.sharded_plan import ShardedChunks, ShardedPlan, part_of
+from kvpass.format.sharded_plan import ShardedChunks, ShardedPlan, first_block, part_of
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.shard import own_prompt
 from kvpass.plan import LayerPlan, Plan
@@ -187,6 +187,7 @@ def _layer_plan(plan: Plan, number: int, layer: LayerShape, shard: Shard) -> Lay
         keys, values = (p.sliding(layer.window) for p in (found.keys, found.values))
         found = replace(found, keys=keys, values=values)
     elif shard != WHOLE:
+        shard = replace(shard, first=first_block(found.keys, found.values))
         keys, values = (part_of(p, shard) for p in (found.keys, found.values))
         found = replace(found, keys=keys, values=values)
     return found

@@ -12,12 +12,13 @@ from torch import Tensor
 # Consecutive tokens that one process holds, a multiple of what shares qparams.
 BLOCK = 128
 
-_SHARD = re.compile(r"(\d+)of(\d+)@([^/|,]+)")
+_SHARD = re.compile(r"(\d+)of(\d+)(?:\+(\d+))?@([^/|,]+)")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Blocks of `BLOCK` tokens go to the processes in turn: block ``b`` to process ``b % size``.
+    """Blocks of `BLOCK` tokens go to the processes in turn: block ``b`` to process ``b % size``,
+    what comes before them to the first one.
 
     The own tokens of a process keep their order. Numbers of tokens may be symbolic.
 
@@ -25,49 +26,73 @@ class Shard:
         rank: the place of this process among the others.
         size: how many there are.
         group: the name of their process group.
+        first: where the first block begins, at most `BLOCK`.
     """
 
     rank: int
     size: int
     group: str
+    first: int = 0
 
     def __str__(self) -> str:
-        return f"{self.rank}of{self.size}@{self.group}"
+        first = f"+{self.first}" if self.first else ""
+        return f"{self.rank}of{self.size}{first}@{self.group}"
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """The shard that prints as ``text``; None if there is none."""
         match = _SHARD.fullmatch(text)
-        return None if match is None else cls(int(match[1]), int(match[2]), match[3])
+        if match is None:
+            return None
+        rank, size, first, group = match.groups()
+        return cls(int(rank), int(size), group, int(first or 0))
+
+    @property
+    def head(self) -> int:
+        """How many own tokens come before the blocks."""
+        return 0 if self.rank else self.first
 
     def own(self, tokens: int, block: int = BLOCK) -> int:
         """How many of the first ``tokens`` are here, dealt in blocks of so many."""
+        behind, head = tokens, 0
+        if self.first:
+            behind = torch.sym_max(tokens - self.first, 0)
+            head = torch.sym_min(tokens, self.head)
         turn = self.size * block
-        begun = tokens % turn - self.rank * block
+        begun = behind % turn - self.rank * block
         here: int = torch.sym_min(torch.sym_max(begun, 0), block)
-        return tokens // turn * block + here
+        return head + behind // turn * block + here
 
     def own_of(self, ends: Tensor) -> Tensor:
         """`own` of each of these numbers of tokens."""
-        turn = self.size * BLOCK
-        return ends // turn * BLOCK + (ends % turn - self.rank * BLOCK).clamp(0, BLOCK)
+        turn, behind = self.size * BLOCK, (ends - self.first).clamp(min=0)
+        here = (behind % turn - self.rank * BLOCK).clamp(0, BLOCK)
+        return ends.clamp(max=self.head) + behind // turn * BLOCK + here
 
     def most(self, tokens: int) -> int:
         """How many of ``tokens`` in a row are here at most."""
         turn = self.size * BLOCK
         here: int = torch.sym_min(tokens % turn, BLOCK)
-        return tokens // turn * BLOCK + here
+        found: int = torch.sym_min(tokens // turn * BLOCK + here + self.head, tokens)
+        return found
 
     def share(self, tokens: int) -> int:
-        """Room for what any process holds of the first ``tokens``: whole blocks."""
-        return -(-tokens // (self.size * BLOCK)) * BLOCK
+        """Room for what any process holds of the first ``tokens``, behind as much as `head` of the
+        first one: whole blocks."""
+        behind = torch.sym_max(tokens - self.first, 0) if self.first else tokens
+        return self.first - (-behind // (self.size * BLOCK)) * BLOCK
 
     def positions(self, numbers: Tensor) -> Tensor:
         """Where the own tokens with these numbers stand in the sequence."""
-        return (numbers // BLOCK * self.size + self.rank) * BLOCK + numbers % BLOCK
+        behind = numbers - self.head
+        found = self.first + (behind // BLOCK * self.size + self.rank) * BLOCK + behind % BLOCK
+        return torch.where(behind < 0, numbers, found) if self.head else found
 
     def _position(self, number: int) -> int:
-        return (number // BLOCK * self.size + self.rank) * BLOCK + number % BLOCK
+        if number < self.head:
+            return number
+        behind = number - self.head
+        return self.first + (behind // BLOCK * self.size + self.rank) * BLOCK + behind % BLOCK
 
     def select(self, x: Tensor, dim: int, first: int = 0) -> Tensor:
         """The own ones of tokens along ``dim`` of ``x``, whose first one stands at ``first``."""
@@ -84,9 +109,12 @@ class Shard:
         """All ``tokens`` ``[B, H, T, D]`` of the parts of all processes ``[size * B, H, N, D]``,
         where ``N`` is their `share`."""
         rows, heads, share, channels = parts.shape
-        shape = (self.size, rows // self.size, heads, share // BLOCK, BLOCK, channels)
-        joined = parts.view(shape).permute(1, 2, 3, 0, 4, 5)
-        flat = joined.reshape(shape[1], heads, self.size * share, channels)
+        blocks, batch = (share - self.first) // BLOCK, rows // self.size
+        shape = (self.size, batch, heads, blocks, BLOCK, channels)
+        joined = parts[:, :, self.first :].reshape(shape).permute(1, 2, 3, 0, 4, 5)
+        flat = joined.reshape(batch, heads, self.size * blocks * BLOCK, channels)
+        if self.first:
+            flat = torch.cat([parts[:batch, :, : self.first], flat], dim=2)
         return flat[:, :, :tokens]
 
 

@@ -74,10 +74,18 @@ class ShardedPlan(Sharded, TensorPlan):
                 f"Tokens stored as {plan.summary()} cannot be sharded: allowed are plans without "
                 "window_size, room and retained tokens."
             )
-        if BLOCK % group or plan.sinks % group or plan.sinks > BLOCK:
+        first = shard.first
+        if BLOCK % group or (first - plan.sinks) % group or max(first, plan.sinks) > BLOCK:
+            behind = f" behind the first {first} tokens" if first else ""
             raise PlanError(
                 f"Tokens stored as {plan.summary()} cannot be sharded: groups of {group} tokens "
-                f"behind {plan.sinks} sinks do not fill blocks of {BLOCK}."
+                f"behind {plan.sinks} sinks do not fill blocks of {BLOCK}{behind}."
+            )
+        if first and plan.rope is not None:
+            # All layers share the cosines and sines of their tokens.
+            raise PlanError(
+                f"Keys before RoPE stored as {plan.summary()} cannot be sharded behind {first} "
+                f"sinks; allowed: a multiple of the {group} tokens of a group."
             )
         return cls(plan.codec, plan.retention, rope=plan.rope, shard=shard)
 
@@ -182,6 +190,12 @@ class ShardedChunks(Sharded, ChunkedPlan):
     def columns(self, tokens: Tensor) -> Tensor:
         """See `Sharded.columns`: tokens are known by their positions."""
         return tokens
+
+
+def first_block(*plans: TensorPlan) -> int:
+    """Where the blocks of a layer begin whose keys and values are stored by these plans: behind
+    sinks that do not fill groups of tokens."""
+    return max(plan.sinks if plan.sinks % plan.codec.token_group else 0 for plan in plans)
 
 
 def part_of(plan: TensorPlan, shard: Shard) -> TensorPlan:

@@ -267,12 +267,13 @@ def unpack_shard(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype
     """Reference of ``kvpass::unpack_shard``, see `kvpass.ops.unpack.unpack`.
 
     Returns:
-        The own tokens ``[B, H, N, D]``, zeros behind them; ``N`` is `Shard.share`.
+        The own tokens ``[B, H, N, D]``, zeros behind them and where others have their
+        `Shard.head`; ``N`` is `Shard.share`.
     """
     s, p = sharded(state, plan)
     out = s.tokens.new_zeros(_shares(s, p.shard, tokens), dtype=dtype)
-    count = p.shard.own(tokens)
-    out[:, :, :count] = unpacked(own_state(s, p), count, dtype)
+    count, begin = p.shard.own(tokens), p.shard.first - p.shard.head
+    out[:, :, begin : begin + count] = unpacked(own_state(s, p), count, dtype)
     return out
 
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 from kvpass.errors import PlanError
 from kvpass.format.channels import ChannelBasis, ChannelRanges
 from kvpass.format.ranks import Ranks
+from kvpass.format.sharded_plan import first_block
 from kvpass.format.tensor_plan import TensorPlan
 from kvpass.graph.analysis.sites import module_path
 from kvpass.graph.pattern import Miss
@@ -26,12 +27,14 @@ class StoragePlan:
         plan: its own.
         basis: of the channels of one that is still empty; None for the model's own.
         ranges: calibrated ones of one that is still empty.
+        first: where blocks begin that are dealt to several processes, see `first_block`.
     """
 
     role: str
     plan: TensorPlan
     basis: ChannelBasis | None = None
     ranges: ChannelRanges | None = None
+    first: int = 0
 
     def __str__(self) -> str:
         return f"{self.role} {self.plan.summary()}".strip()
@@ -84,15 +87,16 @@ def plan_for(new: Node, read: Node, context: Context) -> StoragePlan | Miss:
         layer.check(site.path, key_dim, value_dim, kv_heads)
     else:
         layer = _of_rank(layer, site.path, context.ranks, (key_dim, value_dim, kv_heads))
+    first = first_block(layer.keys, layer.values)
     if role == "values":
-        return StoragePlan(role, layer.values, layer.value_basis)
+        return StoragePlan(role, layer.values, layer.value_basis, first=first)
     if context.sites.static(read) and (layer.before_rope or layer.keys.codec.static_ranges):
         return Miss("a static cache takes no calibrated keys, and none before RoPE", read)
     found = pre_rope(new, read, context) if layer.before_rope else None
     if isinstance(found, Miss):
         return found
     plan = layer.keys if found is None else replace(layer.keys, rope=found.rope)
-    return StoragePlan(role, plan, layer.key_basis, layer.key_ranges)
+    return StoragePlan(role, plan, layer.key_basis, layer.key_ranges, first)
 
 
 def _of_rank(layer: LayerPlan, path: str, ranks: Ranks, shape: tuple[int, int, int]) -> LayerPlan:

@@ -47,7 +47,8 @@ class QuantizeCache(Rule):
             if update.window_size is not None:
                 stored = replace(stored, plan=stored.plan.sliding(update.window_size))
             elif context.shard is not None:
-                stored = replace(stored, plan=part_of(stored.plan, context.shard))
+                shard = replace(context.shard, first=stored.first)
+                stored = replace(stored, plan=part_of(stored.plan, shard))
             return {"update": update, "stored": stored}
         # A filled cache goes on as it was begun; an empty one follows the recipe.
         plan = update.past.meta["example_value"].plan

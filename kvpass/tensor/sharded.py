@@ -56,7 +56,10 @@ class ShardedKV(PackedKV):
     def reserved(self) -> int:
         """See `PackedKV.reserved`."""
         found = super().reserved
-        return found if found < 0 else found // BLOCK * BLOCK * self.plan.shard.size
+        if found < 0:
+            return found
+        shard = self.plan.shard
+        return shard.first + (found - shard.head) // BLOCK * BLOCK * shard.size
 
     def _reserve_capacity(self, needed: int) -> None:
         super()._reserve_capacity(self.plan.shard.own(needed + self.plan.sinks))

@@ -12,7 +12,7 @@ from kvpass.cocktail import ChunkBits, use
 from kvpass.errors import PlanError
 from kvpass.format.parse import parse_plan
 from kvpass.format.shard import BLOCK, Shard
-from kvpass.format.sharded_plan import ShardedPlan, part_of
+from kvpass.format.sharded_plan import ShardedPlan, first_block, part_of
 from kvpass.ops import logical
 from kvpass.ops.attention_partial import merge
 from kvpass.ops.shard import in_order, own_state, sharded
@@ -28,12 +28,16 @@ DIM = 16
 PROMPTS = st.builds(lambda b, t: max(1, b * BLOCK + t), st.integers(0, 5), st.integers(-20, 20))
 
 
-def parts_of(plan, size):
-    return [ShardedPlan.of(plan, Shard(rank, size, "0")) for rank in range(size)]
+def parts_of(plan, size, first=None):
+    first = first_block(plan) if first is None else first
+    return [ShardedPlan.of(plan, Shard(rank, size, "0", first)) for rank in range(size)]
 
 
-def fits(plan):
-    return plan.sinks % plan.codec.token_group == 0
+def fit_together(plans):
+    return all((first_block(*plans) - p.sinks) % p.codec.token_group == 0 for p in plans)
+
+
+PAIRS = st.tuples(tensor_plans(DIM), tensor_plans(DIM)).filter(fit_together)
 
 
 def grown(state, plan, tokens):
@@ -55,7 +59,7 @@ def in_steps(x, plan, lengths, op_suffix=""):
     return state
 
 
-@given(tensor_plans(DIM).filter(fits), st.integers(2, 4), PROMPTS, steps(), SEEDS)
+@given(tensor_plans(DIM), st.integers(2, 4), PROMPTS, steps(), SEEDS)
 def test_parts_are_the_whole_tensor(plan, size, prompt, later, seed):
     lengths = [prompt, *later]
     x = randn(2, 2, sum(lengths), DIM, seed=seed)
@@ -71,13 +75,13 @@ def test_parts_are_the_whole_tensor(plan, size, prompt, later, seed):
 
 
 @given(
-    tensor_plans(DIM).filter(fits), tensor_plans(DIM).filter(fits), st.integers(2, 3), PROMPTS,
-    st.integers(1, 16), HEADS, MASKS, st.booleans(), st.sampled_from([0, 5, 200]), st.booleans(),
-    SEEDS,
+    PAIRS, st.integers(2, 3), PROMPTS, st.integers(1, 16), HEADS, MASKS, st.booleans(),
+    st.sampled_from([0, 5, 200]), st.booleans(), SEEDS,
 )  # fmt: skip
 def test_attention_to_parts_is_attention_to_all(
-    k_plan, v_plan, size, prompt, n, heads, kind, causal, window, sinks, seed
+    pair, size, prompt, n, heads, kind, causal, window, sinks, seed
 ):
+    k_plan, v_plan = pair
     query_heads, kv_heads = heads
     t, lengths = prompt + n, [prompt, n]
     k, v = (randn(1, kv_heads, t, DIM, seed=seed + i) for i in range(2))
@@ -91,7 +95,7 @@ def test_attention_to_parts_is_attention_to_all(
             q, *whole, mask, scale, str(k_plan), str(v_plan), scores, causal, window
         )
         for rank in range(size):
-            plans = [parts_of(p, size)[rank] for p in (k_plan, v_plan)]
+            plans = [parts_of(p, size, first_block(*pair))[rank] for p in pair]
             states = [in_steps(x, p, lengths, "_shard") for x, p in zip((k, v), plans, strict=True)]
             ends = sharded(states[0], str(plans[0]))[0].segment_ends
             seen = ops.own_mask.default(mask, ends, str(plans[0]), n, t, causal, window)
@@ -104,27 +108,41 @@ def test_attention_to_parts_is_attention_to_all(
 
 
 @pytest.mark.parametrize(
-    ("plan", "reason"),
+    ("plan", "first", "reason"),
     [
         (
             "int4.token16/window=32,pack_every=1/window_size=99",
+            0,
             "allowed are plans without window_size",
         ),
-        ("int4.token16/window=32,pack_every=1,retained=2,filter=outliers", "retained"),
-        ("int2.channel32/sinks=5,window=0,pack_every=32", "32 tokens behind 5 sinks do not fill"),
+        ("int4.token16/window=32,pack_every=1,retained=2,filter=outliers", 0, "retained"),
+        ("int2.channel32/sinks=5,window=0,pack_every=32", 0, "behind 5 sinks do not fill blocks"),
+        ("int2.channel32/sinks=140,window=0,pack_every=32", 140, "of 128 behind the first 140"),
+        ("int2.channel32/sinks=5,window=0,pack_every=32/rope=halves0-16", 5, "before RoPE .* 5"),
     ],
 )
-def test_what_cannot_be_sharded(plan, reason):
+def test_what_cannot_be_sharded(plan, first, reason):
     with pytest.raises(PlanError, match=reason):
-        ShardedPlan.of(parse_plan(plan), Shard(0, 2, "0"))
+        ShardedPlan.of(parse_plan(plan), Shard(0, 2, "0", first))
+
+
+@pytest.mark.parametrize(("keys", "values", "first"), [(5, 37, 37), (32, 5, 5), (32, 1, 1)])
+def test_blocks_begin_behind_the_sinks_of_both(keys, values, first):
+    texts = (f"int2.channel32/sinks={n},window=0,pack_every=32" for n in (keys, values))
+    assert first_block(*map(parse_plan, texts)) == first
 
 
 @pytest.mark.parametrize(
-    "text", ["int4.token16/sinks=5,window=32,pack_every=1", "int2.channel8|fp/chunk=32"]
+    ("text", "first"),
+    [
+        ("int4.token16/sinks=5,window=32,pack_every=1", 0),
+        ("int2.channel32/sinks=5,window=0,pack_every=32", 5),
+        ("int2.channel8|fp/chunk=32", 0),
+    ],
 )
-def test_printed_plans_are_read(text):
-    plan = part_of(parse_plan(text), Shard(1, 3, "0"))
-    assert str(plan).endswith("/shard=1of3@0")
+def test_printed_plans_are_read(text, first):
+    plan = part_of(parse_plan(text), Shard(1, 3, "0", first))
+    assert str(plan).endswith("/shard=1of3+5@0" if first else "/shard=1of3@0")
     assert parse_plan(str(plan)) == plan
 
 

@@ -30,8 +30,8 @@ class ShardBinder:
         self._graph = graph
         # Whether all processes are asked for the same tokens, once in a graph.
         self._checked = False
-        # Of all layers: by the mask and the bounds.
-        self._masks: dict[tuple[Node | None, bool, int], Node] = {}
+        # Of all layers: by the mask, the bounds and where blocks begin.
+        self._masks: dict[tuple[Node | None, bool, int, Shard], Node] = {}
 
     def attention(
         self, call: AttentionCall, plans: Sequence[Any], states: Sequence[list[Node]]
@@ -70,7 +70,7 @@ class ShardBinder:
         causal = call.causal and not (isinstance(queries, int) and queries == 1)
         if call.mask is None and not causal and not call.window:
             return None
-        key = (call.mask, causal, call.window)
+        key = (call.mask, causal, call.window, plan.shard)
         if key not in self._masks:
             ends = keys[plan.layout.names.index("segment_ends")]
             tokens = call.keys.meta["example_value"].shape[2]
