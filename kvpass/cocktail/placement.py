@@ -69,8 +69,8 @@ class ChunkFormat:
         return ChunkFormat(first.chunk_bits, first.chunk, tile, shard)
 
     def own(self, tokens: NDArray[Any], past: int) -> NDArray[Any]:
-        """Of the ``tokens`` of a prompt behind ``past`` others that go into one segment those that
-        this process holds: whole chunks, dealt in turn."""
+        """The part of the ``tokens`` of a prompt that this process holds, of those that go into
+        one segment behind ``past`` others: whole chunks, dealt in turn."""
         chunks = np.arange(len(tokens)) // self.chunk + past // self.chunk
         found: NDArray[Any] = tokens[chunks % self.shard.size == self.shard.rank]
         return found

@@ -40,7 +40,7 @@ class Sharded:
         raise NotImplementedError
 
     def columns(self, tokens: Tensor) -> Tensor:
-        """Which columns of a mask of the whole sequence belong in these columns of one for
+        """The columns of a mask of the whole sequence that belong in these columns of one for
         attention to the own tokens."""
         raise NotImplementedError
 
