@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 # Consecutive tokens that one process holds, a multiple of what shares qparams.
 BLOCK = 128
 
+_Number = TypeVar("_Number", int, Tensor)
 _SHARD = re.compile(r"(\d+)of(\d+)(?:\+(\d+))?@([^/|,]+)")
 
 
@@ -84,15 +85,16 @@ class Shard:
 
     def positions(self, numbers: Tensor) -> Tensor:
         """Where the own tokens with these numbers stand in the sequence."""
-        behind = numbers - self.head
-        found = self.first + (behind // BLOCK * self.size + self.rank) * BLOCK + behind % BLOCK
-        return torch.where(behind < 0, numbers, found) if self.head else found
+        found = self._in_blocks(numbers - self.head)
+        return torch.where(numbers < self.head, numbers, found) if self.head else found
 
     def _position(self, number: int) -> int:
-        if number < self.head:
-            return number
-        behind = number - self.head
-        return self.first + (behind // BLOCK * self.size + self.rank) * BLOCK + behind % BLOCK
+        return number if number < self.head else self._in_blocks(number - self.head)
+
+    def _in_blocks(self, number: _Number) -> _Number:
+        """Where the own token of the blocks with this number stands in the sequence."""
+        block = number // BLOCK * self.size + self.rank
+        return self.first + block * BLOCK + number % BLOCK
 
     def select(self, x: Tensor, dim: int, first: int = 0) -> Tensor:
         """The own ones of tokens along ``dim`` of ``x``, whose first one stands at ``first``."""
