@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+    {"site-packages", "test", "tests", "testing", "idle_test", "encodings", "pydoc_data"}
 )
+# Of an installed package at most so much is learned, of a file too, and no file that shares more
+# than this part of its long lines with held-out files: packages carry copies of library modules.
+PACKAGE_BYTES, FILE_BYTES = 4_000_000, 200_000
+LONG_LINE, MOST_SHARED = 30, 0.05
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,7 @@ def _library_files() -> Iterator[tuple[Path, bool]]:
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
-            digest = hashlib.sha256(relative.as_posix().encode()).digest()
-            yield path, digest[0] < 8  # 8 of 256: about 3 % of the files
+            yield path, _digest(relative)[0] < 8  # 8 of 256: about 3 % of the files
 
 
 def held_out_files() -> list[Path]:
@@ -52,6 +55,38 @@ def held_out_files() -> list[Path]:
 def training_files() -> list[Path]:
     """The standard library files the model is trained on, in a fixed order."""
     return [path for path, held_out in _library_files() if not held_out]
+
+
+def package_texts() -> list[str]:
+    """Texts of the sources of installed packages, in a fixed order, each text once."""
+    root = Path(sysconfig.get_paths()["purelib"])
+    held_out = {line for text in read_texts(held_out_files()) for line in _long_lines(text)}
+    found: dict[str, None] = {}
+    for package in sorted(path for path in root.iterdir() if path.is_dir()):
+        room = PACKAGE_BYTES
+        files = [
+            path
+            for path in package.rglob("*.py")
+            if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])
+            and path.stat().st_size <= FILE_BYTES
+        ]
+        for path in sorted(files, key=lambda path: _digest(path.relative_to(root))):
+            if (size := path.stat().st_size) > room:
+                break
+            lines = [line for text in read_texts([path]) for line in _long_lines(text)]
+            if lines and sum(line in held_out for line in lines) <= MOST_SHARED * len(lines):
+                found.update(dict.fromkeys(read_texts([path])))
+                room -= size
+    return list(found)
+
+
+def _long_lines(text: str) -> list[str]:
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if len(line) >= LONG_LINE]
+
+
+def _digest(relative: Path) -> bytes:
+    return hashlib.sha256(relative.as_posix().encode()).digest()
 
 
 def read_texts(paths: Iterable[Path]) -> list[str]:

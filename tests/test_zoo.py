@@ -74,6 +74,15 @@ def test_modes(mode: Mode) -> None:
     assert [o.status for o in outcomes] == ["ok"]
 
 
+def test_a_recipe_with_fields_is_small_where_they_do_not_say_otherwise() -> None:
+    given = "rotated-4bit,key_rotation=hadamard,group=8"
+    small, chosen = run.small_recipe(given), run.small_recipe("rotated-4bit")
+    assert (small.key_rotation, small.group, chosen.group) == ("hadamard", 8, 16)
+    (outcome,) = run_mode("llama", Mode("sdpa"), [given])
+    assert (outcome.recipe, outcome.status) == (given, "ok"), outcome.problem
+    assert outcome.packed == outcome.fused > 0
+
+
 def test_an_attention_behind_a_graph_break_reads_what_was_not_packed() -> None:
     (outcome,) = run_mode("mpt", Mode("eager", "static"), ["kivi-4bit"])
     assert (outcome.status, outcome.packed, outcome.tensors) == ("ok", 2, 4)

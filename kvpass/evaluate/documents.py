@@ -77,14 +77,14 @@ class Writer:
                 rng = random.Random(f"{task} {seed} {depth} {length}")
                 story = make(rng, self.words, rng.random() if depth is None else depth)
                 stories.append((task, seed, depth, story))
-        asked = [[self._asked(*pair) for pair in story.asked] for *_, story in stories]
+        asked = [[self.asked(*pair) for pair in story.asked] for *_, story in stories]
         ends = [len(q) + len(a) for pairs in asked for q, a in pairs]
         room = length - SPARE - max(ends, default=0)
         found = []
         for (task, seed, depth, story), pairs in zip(stories, asked, strict=True):
             rng = random.Random(f"filler {task} {seed} {depth} {length}")
             try:
-                ids = self._document(story, room, rng)
+                ids = self.document(story, room, rng)
             except OptionError as error:
                 raise OptionError(f"Task '{task}' at {length} tokens: {error}") from None
             queries = tuple((torch.tensor(q), torch.tensor(a)) for q, a in pairs)
@@ -95,7 +95,7 @@ class Writer:
     def _ids(self, text: str) -> Ids:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _asked(self, question: str, answer: str) -> tuple[Ids, Ids]:
+    def asked(self, question: str, answer: str) -> tuple[Ids, Ids]:
         """Ids of both as they are encoded together. A token that reaches from one into the other
         is the answer's."""
         alone, both = self._ids(question), self._ids(question + answer)
@@ -103,7 +103,7 @@ class Writer:
                       min(len(alone), len(both) - 1))  # fmt: skip
         return both[:shared], both[shared:]
 
-    def _document(self, story: Story, room: int, rng: random.Random) -> Ids:
+    def document(self, story: Story, room: int, rng: random.Random) -> Ids:
         """``room`` tokens: the lines at their places, and filler between. The first line of filler
         may lack its beginning."""
         lines = [(place, self._ids(text)) for place, text in sorted(story.lines)]

@@ -53,8 +53,13 @@ def recipe(name: str = DEFAULT, **overrides: Any) -> Recipe:
 
 def written_recipe(text: str) -> Recipe:
     """`recipe` of a command line: ``kivi-2bit``, or with fields ``kivi-2bit,group=128``."""
-    name, overrides = written(text, "Recipe", "kivi-2bit,group=64")
+    name, overrides = written_fields(text)
     return recipe(name, **overrides)
+
+
+def written_fields(text: str) -> tuple[str, dict[str, Any]]:
+    """The name in a recipe of a command line, and the fields behind it."""
+    return written(text, "Recipe", "kivi-2bit,group=64")
 
 
 def overridden(base: Recipe, overrides: Mapping[str, Any]) -> Recipe:

@@ -24,7 +24,7 @@ from kvpass.inspect.explain import explain
 from kvpass.inspect.report import GraphReport
 from kvpass.oracle import OracleLayer, oracle_cache
 from kvpass.plan import LayerPlan, Plan
-from kvpass.recipes import RECIPES, Recipe, recipe
+from kvpass.recipes import RECIPES, Recipe, recipe, written_fields
 from kvpass.tensor.dispatch import DECODES
 from kvpass.tensor.packed import PackedKV
 from kvpass.zoo.families import tiny_model
@@ -199,10 +199,12 @@ def problem_of(error: BaseException) -> str:
     return cut(f"{type(error).__name__}: {error}", 300)
 
 
-def small_recipe(name: str) -> Recipe:
-    """The recipe, so small that short texts are packed."""
+def small_recipe(text: str) -> Recipe:
+    """The recipe of a command line, so small where it does not say otherwise that short texts are
+    packed."""
+    name, overrides = written_fields(text)
     names = {f.name for f in fields(RECIPES[name]())} if name in RECIPES else set()
-    return recipe(name, **{k: v for k, v in _SMALL.items() if k in names})
+    return recipe(name, **{k: v for k, v in _SMALL.items() if k in names} | overrides)
 
 
 def _layers(cache: Any) -> Sequence[Any]:
