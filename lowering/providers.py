@@ -24,6 +24,7 @@ from kvpass.ops import linear as _linear  # noqa: F401
 from kvpass.ops import shard as _shard  # noqa: F401
 from kvpass.ops.library import FAKES, SCHEMAS
 from lowering.cpp import append as cpp_append
+from lowering.cpp import append_attention as cpp_append_attention
 from lowering.cpp import append_pages as cpp_append_pages
 from lowering.cpp import attention as cpp_attention
 from lowering.cpp import attention_pages as cpp_attention_pages
@@ -100,6 +101,11 @@ def _cpp(
 _GENERATED = (
     _cpp("attention", cpp_attention.attention, cpp_attention.unsupported_reason),
     _cpp("append", cpp_append.append, cpp_append.unsupported_reason),
+    _cpp(
+        "append_attention",
+        cpp_append_attention.append_attention,
+        cpp_append_attention.unsupported_reason,
+    ),
     _cpp(
         "attention_pages",
         cpp_attention_pages.attention_pages,

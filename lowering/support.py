@@ -14,6 +14,7 @@ from kvpass.format.codec import Codec
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops.append_attention import StepArguments
 from kvpass.ops.attention_pages import PagedArguments
 
 
@@ -108,6 +109,19 @@ def unsupported_gaps(state: Sequence[Tensor], plan: str) -> str | None:
     for name, tensor in zip(parse_plan(plan).layout.names, state, strict=False):
         if not tensor.is_contiguous():
             return f"{name} is not contiguous"
+    return None
+
+
+def unsupported_basis(step: StepArguments) -> str | None:
+    """Why no kernel brings new keys and the query to this basis, or None."""
+    if step.basis is None:
+        return None
+    if step.cos_sin is not None:
+        return "keys get their rotary embedding and a basis"
+    batch, of_heads, tokens, *_ = step.basis.shape
+    heads = int(step.new_keys.shape[1])
+    if step.basis.dtype != torch.float32 or (batch, tokens) != (1, 1) or of_heads not in (1, heads):
+        return f"a basis {step.basis.dtype} {tuple(step.basis.shape)} is not one of {heads} heads"
     return None
 
 

@@ -199,7 +199,7 @@ class _Checker:
             moved = [x.to(self.device) for x in (*new, q)]
             states = [got.state for _, got in handles]
             rest = (None, self.dim**-0.5, *plans, None, True)
-            arguments = (*moved[:2], None, None, None, None, moved[2], *states, *rest)
+            arguments = (*moved[:2], *[None] * 5, moved[2], *states, *rest)
             out, choice = self.compute("append_attention", *arguments)
             wanted = [expected.state for expected, _ in handles]
             exact = torch.ops.kvpass.attention(q.double(), *map(_wide, wanted), *rest)

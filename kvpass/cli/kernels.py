@@ -50,6 +50,7 @@ def kernels(
     what they need. inst/el: thread instructions of attention's main loop per element of keys and
     values; budget: below it, memory is the limit.
     """
+    from kvpass.format.channels import ChannelRotation
     from lowering.triton.inspection import inspect_launch
     from lowering.triton.layer import layer_launches
 
@@ -59,8 +60,9 @@ def kernels(
     if static is not None:
         stored = (plan.keys.static(static), plan.values.static(static))
     launches = layer_launches(
-        *map(str, stored), key_dim=dims[0], value_dim=dims[1], heads_per_group=heads_per_group
-    )
+        *map(str, stored), key_dim=dims[0], value_dim=dims[1], heads_per_group=heads_per_group,
+        keys_rotated=isinstance(plan.key_basis, ChannelRotation),
+    )  # fmt: skip
     # Keys and values of one plan share their kernels.
     distinct = {x.kernel: x for x in launches}.values()
     reports = [(x.layouts, inspect_launch(x, TARGETS[target])) for x in distinct]

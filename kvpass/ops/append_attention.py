@@ -16,12 +16,14 @@ from kvpass.ops.attention import (
     attention,
     attention_fake,
 )
+from kvpass.ops.basis import rotate
 from kvpass.ops.chunks import append_chunks, attention_chunks
+from kvpass.ops.cos_sin import rotated
 from kvpass.ops.library import define
 
 APPEND_ATTENTION_ARGUMENTS = (
     "(Tensor new_keys, Tensor new_values, Tensor? cos_sin, str? rope, Tensor? k_clip, "
-    "Tensor? v_clip, "
+    "Tensor? v_clip, Tensor? basis, "
     + ATTENTION_ARGUMENTS[1:]
     .replace("Tensor[] keys", "Tensor(a!)[] keys")
     .replace("Tensor[] values", "Tensor(b!)[] values")
@@ -35,6 +37,9 @@ class StepArguments(NamedTuple):
         new_keys, new_values: ``[B, H, n, D]``, see `kvpass.ops.append.append`.
         cos_sin, rope: of ``new_keys``, see there.
         k_clip, v_clip: of keys and of values, see there.
+        basis: float32 ``[1, 1 or H, 1, blocks, D / blocks, D / blocks]``: a rotation of the
+            channels of new keys, before they are stored, and of the query, see
+            `kvpass.ops.basis.rotate`; None if both come in the basis of the keys' storage.
     """
 
     new_keys: Tensor
@@ -43,6 +48,7 @@ class StepArguments(NamedTuple):
     rope: str | None
     k_clip: Tensor | None
     v_clip: Tensor | None
+    basis: Tensor | None
 
     @classmethod
     def split(cls, *args: Any, **kwargs: Any) -> tuple[StepArguments, AttentionArguments]:
@@ -73,7 +79,11 @@ def _one_after_the_other(
 ) -> Tensor:
     step, a = StepArguments.split(*args, **kwargs)
     keys, values = own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan)
-    append(keys, step.new_keys, a.k_plan, step.cos_sin, step.rope, step.k_clip)
+    new, cos_sin, rope = step.new_keys, step.cos_sin, step.rope
+    if step.basis is not None:
+        new, cos_sin, rope = rotate(rotated(new, cos_sin, rope), step.basis), None, None
+        a = a._replace(q=rotate(a.q, step.basis))
+    append(keys, new, a.k_plan, cos_sin, rope, step.k_clip)
     append(values, step.new_values, a.v_plan, clip=step.v_clip)
     return attention(*a)
 

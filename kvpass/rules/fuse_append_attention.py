@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from kvpass.graph.calls import erase_unread
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.spellings import op_name
-from kvpass.ops import append_attention as _registers_the_op  # noqa: F401
+from kvpass.ops.append_attention import StepArguments
+from kvpass.ops.basis import rotate
 from kvpass.rules.base import Context, Rule
 
 ops = torch.ops.kvpass
@@ -20,17 +22,23 @@ _OPS = {
         ops.append_chunks.default, ops.append_attention_chunks.default,
     ),
 }  # fmt: skip
+# Where arguments of the fused op stand.
+_COS_SIN = StepArguments._fields.index("cos_sin")
+_BASIS = StepArguments._fields.index("basis")
+_QUERY = len(StepArguments._fields)
 
 
-# Where somebody does it in fewer steps than the three ops: each is a launch on a GPU, and nothing
-# but them reads the state in between.
+# Where somebody does it in fewer steps than the three ops, or than five with a rotation of new keys
+# and of the query: each is a launch on a GPU, and nothing but them reads the state in between.
 class FuseAppendAttention(Rule):
     """Lets one op append keys and values and attend to them. Applies to bound graphs."""
 
     name = "fuse_append_attention"
     identity = (
-        "append(keys, k); append(values, v); attention(q, keys, values)\n"
-        "=  append_attention(k, v, q, keys, values)"
+        "append(keys, k); append(values, v); attention(q, keys, values)"
+        "  =  append_attention(k, v, q, keys, values)\n"
+        "append_attention(R(k), v, R(q), keys, values)"
+        "  =  append_attention(k, v, q, keys, values, R)"
     )
     required = False
 
@@ -48,16 +56,22 @@ class FuseAppendAttention(Rule):
         changed = next((x for x in arguments[:6] if x in context.changed), None)
         if changed is not None:
             return Miss("it is changed in place", changed)
-        if context.provider_of(node, fused, arguments) == "aten":
-            return None
-        return {"appends": (keys, values), "fused": fused, "arguments": arguments}
+        for tried in (_unrotated(arguments, context), arguments):
+            if tried is not None and context.provider_of(node, fused, tried) != "aten":
+                return {"appends": (keys, values), "fused": fused, "arguments": tried}
+        return None
 
     def rewrite(self, node: Node, found: Captures, context: Context) -> str:
         """Makes the right side of `identity` of its left side."""
+        rotated: tuple[Any, ...] = found["appends"][0].args[1], node.args[0]
         node.target, node.args = found["fused"], found["arguments"]
         for append in found["appends"]:
             context.graph.erase_node(append)
-        return "one op appends keys and values and attends to them"
+        if node.args[_BASIS] is None:
+            return "one op appends keys and values and attends to them"
+        for x in rotated:
+            erase_unread(x)
+        return "one op rotates new keys and the query, appends, and attends"
 
 
 def _append_to(state: Any, append: Any, attention: Node) -> Node | None:
@@ -82,4 +96,18 @@ def _arguments(attention: Node, keys: Node, values: Node) -> tuple[Any, ...]:
     """The arguments of the fused op."""
     rotation = keys.args[3:5] or (None, None)
     clips = keys.kwargs.get("clip"), values.kwargs.get("clip")
-    return (keys.args[1], values.args[1], *rotation, *clips, *attention.args)
+    return (keys.args[1], values.args[1], *rotation, *clips, None, *attention.args)
+
+
+def _unrotated(arguments: tuple[Any, ...], context: Context) -> tuple[Any, ...] | None:
+    """The arguments with new keys and the query in the basis before theirs, which both share; None
+    if there is no such basis."""
+    new, (cos_sin, q) = arguments[0], (arguments[_COS_SIN], arguments[_QUERY])
+    if cos_sin is not None or not (new.target is q.target is rotate):
+        return None
+    (keys, basis), (queries, other) = new.args, q.args
+    rotation = basis is other and basis.meta["example_value"].is_floating_point()
+    if not rotation or keys in context.changed or queries in context.changed:
+        return None
+    moved = {0: keys, _BASIS: basis, _QUERY: queries}
+    return tuple(moved.get(i, argument) for i, argument in enumerate(arguments))

@@ -13,7 +13,7 @@ from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from lowering.cpp.constants import unsupported_device, unsupported_writing
 from lowering.cpp.library import tensor_function, unsupported_function
-from lowering.cpp.structs import state_numbers, token_numbers
+from lowering.cpp.structs import basis_numbers, state_numbers, token_numbers
 from lowering.support import dense, row_stride, unsupported_gaps
 
 
@@ -60,10 +60,12 @@ def append(
     *,
     segments: int = 1,
     packed_end: int = -1,
+    basis: Tensor | None = None,
 ) -> None:
     """As `kvpass.ops.append.append`, for arguments that are supported.
 
-    ``packed_end``: where packed tokens then end; -1: where the plan says.
+    ``packed_end``: where packed tokens then end; -1: where the plan says. ``basis``: of new tokens,
+    see `kvpass.ops.append_attention.StepArguments`.
 
     Raises:
         KernelError: if there is no room for the tokens that are due; nothing is written then.
@@ -82,6 +84,7 @@ def append(
         packed_end,
         torch.get_num_threads(),
         *rotary,
+        *basis_numbers(basis),
     )
     if room >= 0:
         raise KernelError(

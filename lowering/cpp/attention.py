@@ -22,9 +22,11 @@ from lowering.cpp.constants import (
 )
 from lowering.cpp.library import native_lanes, packed_function, source, unsupported_compiler
 from lowering.cpp.structs import (
+    BASIS,
     TOKENS,
     Struct,
     attention_struct,
+    basis_numbers,
     positions,
     state_numbers,
     token_numbers,
@@ -109,7 +111,13 @@ class Kernel(NamedTuple):
             SUMS=16 if native_lanes() == 16 else 8,
             SEGMENT=self.segment, PAGED=self.paged, PARTIAL=self.partial,
         )  # fmt: skip
-        structs = TOKENS.declaration(), k.declaration(keys), v.declaration(values), arguments
+        structs = (
+            TOKENS.declaration(),
+            BASIS.declaration(),
+            k.declaration(keys),
+            v.declaration(values),
+            arguments,
+        )
         headers = "gemv.h" if self.rows <= _GEMV_ROWS else "gemm.h", "attention.h"
         return source(headers, ("attention",), structs, lanes=self.lanes, dtype=self.dtype)
 
@@ -166,7 +174,8 @@ def unsupported_arguments(
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:
-    """As `kvpass.ops.attention.attention`, for arguments that are supported.
+    """As `kvpass.ops.attention.attention`, for arguments that are supported, and a ``basis``, see
+    `kvpass.ops.append_attention.StepArguments`.
 
     A row that sees no token gives zero. Threads are torch's.
     """
@@ -226,9 +235,11 @@ def _attend(
     softcap: float = 0.0,
     more: tuple[int, ...] = (),
     partial: bool = False,
+    basis: Tensor | None = None,
 ) -> Tensor:
     """Attends to all tokens, to those of one segment, which takes ``more`` numbers, or to some, see
-    `attention_partial`. `AttentionArguments` would take a tenth of the time to make."""
+    `attention_partial`. ``basis``: see `attention`. `AttentionArguments` would take a tenth of the
+    time to make."""
     q = dense(q)
     batch, heads, queries, k_dim = q.shape
     v_dim = values[positions(v_plan).tokens].shape[3]
@@ -244,6 +255,7 @@ def _attend(
         *state_numbers(keys, k_plan, k_dim),
         *state_numbers(values, v_plan, v_dim),
         *token_numbers(q),
+        *basis_numbers(basis),
         *((0,) * 6 if mask is None else _mask_numbers(mask)),
         *sinks_numbers(sinks),
         out.data_ptr(), rows, queries,

@@ -18,7 +18,7 @@ from lowering.cpp.attention import (
 )
 from lowering.cpp.constants import unsupported_device, unsupported_plan
 from lowering.cpp.library import unsupported_compiler
-from lowering.cpp.structs import pages_numbers, step_numbers, token_numbers
+from lowering.cpp.structs import basis_numbers, pages_numbers, step_numbers, token_numbers
 from lowering.support import (
     dense,
     unsupported_extras,
@@ -70,6 +70,7 @@ def attention_pages(*args: Any) -> None:
         *pages_numbers(k, a.k_plan, count),
         *pages_numbers(v, a.v_plan, count),
         *token_numbers(q),
+        *basis_numbers(None),
         *(0,) * 6,
         *sinks_numbers(sinks),
         a.out.data_ptr(), _rows(a), 1,

@@ -20,6 +20,7 @@ from kvpass.format.retention import MAX_STEP
 from lowering.codegen import write_source
 from lowering.cpp.constants import DTYPES, constants_of
 from lowering.cpp.structs import (
+    BASIS,
     ROTARY,
     TOKENS,
     Struct,
@@ -112,6 +113,7 @@ def tensor_source(plan: str, dim: int, dtype: torch.dtype, segments: int = 1) ->
         constants.declaration(state_struct("State", name)),
         TOKENS.declaration(),
         ROTARY.declaration(),
+        BASIS.declaration(),
         *(s.declaration("using Element = Scalar", MAX_STEP=MAX_STEP) for s in structs.values()),
     )
     headers = [f"{op}.h" for op in structs]

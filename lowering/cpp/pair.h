@@ -1,5 +1,6 @@
 // Where the tokens of one (batch, KV head) lie, and what its query rows see of them.
 #pragma once
+#include "basis.h"
 #include "pages.h"
 
 namespace {
@@ -235,9 +236,14 @@ template <class A> struct Pair {
       scores[t * STEP] = -INFINITE;
   }
 
-  // The channels of a query row, scaled, in whole vectors.
+  // The channels of a query row, in the basis of the keys, scaled, in whole vectors.
   void read_query(int64_t row, float* query) const {
     const auto* place = a.query.at(sequence, head_of(row), token + row % a.queries);
+    typename A::Element rotated[K::DIM];
+    if (a.basis.data) {
+      rotate_channels<K::DIM>(place, a.basis, pair % a.k.heads, rotated);
+      place = rotated;
+    }
     each_vector<K::DIM>([&](auto at, auto width) {
       store<LANES>(query + at, load_numbers<width>(place + at) * (float)a.scale);
     });

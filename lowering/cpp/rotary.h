@@ -1,5 +1,6 @@
 // Rotary embeddings of new keys, exactly as kvpass/format/rope.py does.
 #pragma once
+#include "basis.h"
 #include "cache.h"
 
 namespace {
@@ -44,15 +45,25 @@ template <class A, class Number> void rotate_tokens(const A& a, typename A::Elem
     }
 }
 
-// The tokens as they are to be stored. Where they are rotated, that is in memory of the next call's.
+template <class A> void change_basis(const A& a, typename A::Element* rotated) {
+  constexpr int DIM = decltype(a.state)::DIM;
+  for (int64_t pair = 0; pair < a.state.batch * a.state.heads; pair++)
+    for (int64_t t = 0; t < a.count; t++, rotated += DIM)
+      rotate_channels<DIM>(
+          a.tokens.row(pair, a.state.heads, t), a.basis, pair % a.state.heads, rotated);
+}
+
+// The tokens as they are to be stored: with a rotary embedding, in another basis, or as they come.
+// Where they are rotated, that is in memory of the next call's.
 template <class A> auto rotated_tokens(const A& a) {
   using Element = typename A::Element;
   auto tokens = a.tokens;
-  if (!a.rotary.pairs) return tokens;
+  if (!a.rotary.pairs && !a.basis.data) return tokens;
   const int64_t head = a.count * decltype(a.state)::DIM, sequence = head * a.state.heads;
   static thread_local std::vector<Element> memory;
   memory.resize(a.state.batch * sequence);
-  if (a.rotary.wide) rotate_tokens<A, float>(a, memory.data());
+  if (a.basis.data) change_basis(a, memory.data());
+  else if (a.rotary.wide) rotate_tokens<A, float>(a, memory.data());
   else rotate_tokens<A, Element>(a, memory.data());
   tokens.data = memory.data();
   tokens.batch_stride = sequence;

@@ -202,6 +202,17 @@ ROTARY = Struct(
     ),
 )
 
+# A rotation of the channels of each head, see basis.h; no data: there is none.
+BASIS = Struct("Basis", (("const float*", "data"), *_numbers("head_stride", "size")))
+
+
+def basis_numbers(basis: Tensor | None) -> tuple[int, int, int]:
+    """The members of `BASIS` for a dense rotation ``[1, 1 or H, 1, blocks, size, size]``."""
+    if basis is None:
+        return 0, 0, 0
+    stride = basis.stride(1) if basis.shape[1] != 1 else 0
+    return basis.data_ptr(), stride, basis.shape[-1]
+
 
 def token_numbers(x: Tensor) -> tuple[int, ...]:
     """The members of `TOKENS` for a tensor with a dense last dimension."""
@@ -218,7 +229,13 @@ def tensor_structs(plan: str) -> dict[str, Struct]:
     state, tokens = (state_struct("State", plan), "state"), (TOKENS, "tokens")
     members: dict[str, tuple[Member, ...]] = {
         "pack": (state, tokens, *_numbers("count", "packed", "threads")),
-        "append": (state, tokens, *_numbers("count", "packed_end", "threads"), (ROTARY, "rotary")),
+        "append": (
+            state,
+            tokens,
+            *_numbers("count", "packed_end", "threads"),
+            (ROTARY, "rotary"),
+            (BASIS, "basis"),
+        ),
         "unpack": (state, ("Scalar*", "out"), *_numbers("count", "threads")),
     }
     return {op: Struct(arguments_name(op), parts) for op, parts in members.items()}
@@ -262,6 +279,7 @@ def attention_struct(
         (make("KeyState", k_plan), "k"),
         (make("ValueState", v_plan), "v"),
         (TOKENS, "query"),
+        (BASIS, "basis"),
         ("const void*", "mask"),
         *_numbers("mask_kind", "mask_batch", "mask_head", "mask_query", "mask_token"),
         ("const void*", "sinks"),

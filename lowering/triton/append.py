@@ -117,8 +117,9 @@ def appending(
     cos_sin: Tensor | None = None,
     rope: str | None = None,
     clip: Tensor | None = None,
+    basis: Tensor | None = None,
 ) -> Appending:
-    """See `append_as`."""
+    """See `append_as`; ``basis``: see `kvpass.ops.append_attention.StepArguments`."""
     new, room, heads = dense(new), rooms(tensors, layout), new.shape[1]
     factors, clip_each = clipping(p, clip)
     arguments, rotation = [*tensors, new, *room, *new.stride()[:3]], None
@@ -126,6 +127,10 @@ def appending(
         r, cos_sin = Rope.parse(rope), cos_sin.contiguous()
         rotation = r.start, r.stop, r.kind == "neighbours"
         arguments += [cos_sin, row_stride(cos_sin), cos_sin.stride(1)]
+    size = None
+    if basis is not None:
+        basis, size = basis.contiguous(), basis.shape[-1]
+        arguments += [basis, basis.stride(1) if basis.shape[1] != 1 else 0]
     tokens, parts, together = encode_tokens(layout), 1, heads_together(layout, heads)
     if not layout.cross_head:
         # The ring bounds how many tokens can be exact, and so how many can be due.
@@ -135,5 +140,5 @@ def appending(
         "HEADS": together, "HEADS_PADDED": next_power_of_2(together), **ages(p),
         "TOKENS": tokens, "CLIPPED": p.codec.clip != 1,
     }  # fmt: skip
-    variables = {"rope": rotation, "clip_each": clip_each}
+    variables = {"rope": rotation, "basis": size, "clip_each": clip_each}
     return Appending([*arguments, factors], constants, variables, parts)

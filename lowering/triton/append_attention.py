@@ -13,6 +13,7 @@ from kvpass.format.tensor_plan import TensorPlan
 from kvpass.ops.append_attention import StepArguments, own_tensors
 from kvpass.ops.attention import AttentionArguments, with_signature
 from lowering.codegen import load_kernels
+from lowering.support import dense, unsupported_basis
 from lowering.triton import append, attention
 from lowering.triton.attention import Advance
 from lowering.triton.launch import launch
@@ -26,7 +27,8 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
     keys, values = own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan)
     rotation = step.cos_sin, step.rope
     return (
-        append.unsupported_reason(keys, step.new_keys, a.k_plan, *rotation, step.k_clip)
+        unsupported_basis(step)
+        or append.unsupported_reason(keys, step.new_keys, a.k_plan, *rotation, step.k_clip)
         or append.unsupported_reason(values, step.new_values, a.v_plan, clip=step.v_clip)
         or attention.unsupported_reason(*a)
     )
@@ -40,8 +42,9 @@ def append_attention(*args: Any, **kwargs: Any) -> Tensor:
     k = layout_of(str(plans[0]), int(step.new_keys.shape[3]))
     v = layout_of(str(plans[1]), int(step.new_values.shape[3]))
     states = own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan)
-    advance = append_both(step, states, plans, (k, v))
-    return attention.attend(attention.best_sizes(a), *a, advance=advance)
+    changed = a if step.basis is None else a._replace(q=a.q.new_empty(a.q.shape))
+    advance = append_both(step, states, plans, (k, v), a.q, changed.q)
+    return attention.attend(attention.best_sizes(a), *changed, advance=advance)
 
 
 def append_both(
@@ -49,22 +52,30 @@ def append_both(
     states: tuple[Sequence[Tensor], Sequence[Tensor]],
     plans: tuple[TensorPlan, TensorPlan],
     layouts: tuple[Layout, Layout],
+    q: Tensor,
+    changed: Tensor,
 ) -> Advance:
     """Appends to keys and values, the last of whose tensors are segment ends that stay as they are.
-    Returns what attention needs to see the new tokens."""
+    If there is a basis, ``q`` is brought to it in ``changed``, contiguous. Returns what attention
+    needs to see the new tokens."""
     batch, heads, new, _ = step.new_keys.shape
-    rotation = step.cos_sin, step.rope
-    k = append.appending(states[0], step.new_keys, plans[0], layouts[0], *rotation, step.k_clip)
+    of_keys = step.cos_sin, step.rope, step.k_clip, step.basis
+    k = append.appending(states[0], step.new_keys, plans[0], layouts[0], *of_keys)
     v = append.appending(states[1], step.new_values, plans[1], layouts[1], clip=step.v_clip)
-    count = NewTokens.of(new)
+    count, parts = NewTokens.of(new), k.parts + v.parts
     kernels = load_kernels(
         "append_attention", k=layouts[0], v=layouts[1], k_rope=k.variables["rope"],
-        k_clip_each=k.variables["clip_each"], v_clip_each=v.variables["clip_each"],
-        new_varies=count.varies,
+        k_basis=k.variables["basis"], k_clip_each=k.variables["clip_each"],
+        v_clip_each=v.variables["clip_each"], new_varies=count.varies,
     )  # fmt: skip
+    query: tuple[Any, ...] = ()
+    if step.basis is not None:
+        q, groups = dense(q), q.shape[1] // heads
+        query = (v.parts, q, *q.stride()[:3], changed, groups)
+        parts += groups * new
     launch(
-        kernels.append_both, (batch * heads, k.parts + v.parts),
-        *k.arguments, k.parts, *v.arguments,
+        kernels.append_both, (batch * heads, parts),
+        *k.arguments, k.parts, *v.arguments, *query,
         KV_HEADS=heads, NEW=new, NEW_PADDED=next_power_of_2(count.most),
         **_prefixed("K", k.constants), **_prefixed("V", v.constants),
     )  # fmt: skip

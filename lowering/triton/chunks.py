@@ -248,6 +248,8 @@ def unsupported_step(*args: Any, **kwargs: Any) -> str | None:
     """Why the kernels decline these arguments of ``kvpass::append_attention_chunks``, or None."""
     step, a = StepArguments.split(*args, **kwargs)
     keys, values = own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan)
+    if step.basis is not None:
+        return "chunks are not rotated"
     return (
         unsupported_append(keys, step.new_keys, a.k_plan, step.cos_sin, step.rope)
         or unsupported_append(values, step.new_values, a.v_plan)
@@ -262,7 +264,7 @@ def append_attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     step, a = StepArguments.split(*args, **kwargs)
     x = list(_segments(a))[-1]
     states, exact = (x.arguments.keys, x.arguments.values), parse_plan(str(FP))
-    return _attend(a, append_both(step, states, (exact, exact), x.layouts))
+    return _attend(a, append_both(step, states, (exact, exact), x.layouts, a.q, a.q))
 
 
 def unsupported_unpack(

@@ -35,6 +35,7 @@ def layer_launches(
     dtype: torch.dtype = torch.float16,
     with_sinks: bool = False,
     new_varies: bool = False,
+    keys_rotated: bool = False,
     **variant: Any,
 ) -> list[Launch]:
     """What a layer launches for a prompt, for one decode step, and for a second prompt.
@@ -49,6 +50,8 @@ def layer_launches(
         dtype: the model's dtype.
         with_sinks: whether attention has sinks.
         new_varies: the step has up to `MAX_STEP` new tokens, another number each time; else one.
+        keys_rotated: the step rotates the channels of new keys and of the query; else its new keys
+            get their rotary embedding, if that is not done when they are read.
         variant: more arguments of ``kvpass::attention``: ``causal``, ``window``, ``softcap``.
 
     Raises:
@@ -69,7 +72,9 @@ def layer_launches(
         sinks = q.new_empty(KV_HEADS * heads_per_group) if with_sinks else None
         state = _chunked_state if parse_plan(k_plan).op_suffix else _state
         arguments = (q, state(keys, k_plan), state(values, v_plan), None, 1.0, k_plan, v_plan)
-        _step(_new_tokens(keys, new), _new_tokens(values, new), *arguments, sinks, **variant)
+        new_tokens = _new_tokens(keys, new), _new_tokens(values, new)
+        basis = q.new_empty(1, 1, 1, 1, key_dim, key_dim, dtype=torch.float32)
+        _step(*new_tokens, basis if keys_rotated else None, *arguments, sinks, **variant)
     return launches
 
 
@@ -104,12 +109,15 @@ def _clip(x: Tensor, plan: str) -> Tensor | None:
     return x.new_empty(len(factors), dtype=torch.float32)
 
 
-def _step(keys: Tensor, values: Tensor, *attention: Any, **variant: Any) -> None:
+def _step(
+    keys: Tensor, values: Tensor, basis: Tensor | None, *attention: Any, **variant: Any
+) -> None:
     """Records a decode step, with a rotary embedding for new ``keys`` that get one before they are
     stored."""
-    plans, rotation = attention[5:7], _rotation(keys, attention[5])
+    plans = attention[5:7]
+    rotation = _rotation(keys, plans[0]) if basis is None else (None, None)
     clips = [_clip(x, plan) for x, plan in zip((keys, values), plans, strict=True)]
-    arguments = (keys, values, *rotation, *clips, *attention)
+    arguments = (keys, values, *rotation, *clips, basis, *attention)
     if parse_plan(plans[0]).op_suffix:
         _require("append_attention_chunks", chunks.unsupported_step(*arguments, **variant))
         chunks.append_attention_chunks(*arguments, **variant)

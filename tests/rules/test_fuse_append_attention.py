@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from kvpass.graph.analysis.sites import Sites
+from kvpass.ops.basis import rotate
 from kvpass.recipes import recipe
 from kvpass.rules import Context, apply_rules
 from kvpass.rules.fuse_append_attention import FuseAppendAttention
@@ -18,9 +19,9 @@ PLANS = "int4.channel8/window=0,pack_every=8", "int2.token16/window=16,pack_ever
 ROPE = "halves0-16"
 
 
-def bound_graph(between=None, same_new=False):
+def bound_graph(between=None, bases=()):
     """A decode step as binding leaves it, on real tensors; ``between`` adds nodes before attention
-    and returns another result."""
+    and returns another result; ``bases``: those that new keys and the query are brought to."""
     torch.manual_seed(0)
     x, graph = torch.randn(1, 2, 23, 16), Graph()
 
@@ -37,7 +38,13 @@ def bound_graph(between=None, same_new=False):
         placeholder(name, torch.randn(shape))
         for name, shape in (("new", (1, 2, 1, 16)), ("q", (1, 4, 1, 16)), ("rows", (1, 1, 16)))
     )
-    graph.call_function(ops.append.default, (states[0], new, PLANS[0], rows, ROPE))
+    if bases:
+        matrices = [placeholder(f"basis_{i}", basis) for i, basis in enumerate(bases)]
+        stored = graph.call_function(rotate, (new, matrices[0]))
+        q = graph.call_function(rotate, (q, matrices[-1]))
+        graph.call_function(ops.append.default, (states[0], stored, PLANS[0]))
+    else:
+        graph.call_function(ops.append.default, (states[0], new, PLANS[0], rows, ROPE))
     graph.call_function(ops.append.default, (states[1], new, PLANS[1]))
     more = () if between is None else (between(graph, states, new),)
     arguments = (q, *states, None, 0.25, *PLANS)
@@ -46,8 +53,9 @@ def bound_graph(between=None, same_new=False):
     return graph
 
 
-def apply(graph, provider="triton"):
-    context = Context(graph, Sites(), recipe("fp"), served_by=lambda node: (provider, ()))
+def apply(graph, provider="triton", served_by=None):
+    served_by = served_by or (lambda node: (provider, ()))
+    context = Context(graph, Sites(), recipe("fp"), served_by=served_by)
     return apply_rules(context, [FuseAppendAttention()])
 
 
@@ -68,6 +76,40 @@ def test_identity():
     assert event.fired
     assert event.identity == FuseAppendAttention.identity
     assert targets(graph) == [ops.append_attention.default]
+    assert all(torch.equal(a, b) for a, b in zip(run(graph), wanted, strict=True))
+
+
+BASIS = torch.linalg.qr(torch.randn(1, 2, 1, 1, 16, 16, generator=torch.manual_seed(1)))[0]
+BASIS = BASIS.contiguous()
+
+
+def test_identity_with_a_rotation_of_new_keys_and_the_query():
+    graph = bound_graph(bases=(BASIS,))
+    wanted = run(graph)
+    (event,) = apply(graph)
+    assert event.detail == "one op rotates new keys and the query, appends, and attends"
+    assert targets(graph) == [ops.append_attention.default]
+    assert all(torch.equal(a, b) for a, b in zip(run(graph), wanted, strict=True))
+
+
+def decline_a_basis(node):
+    return ("aten" if node.args[6] is not None else "triton"), ()
+
+
+@pytest.mark.parametrize(
+    ("graph", "served_by"),
+    [
+        (bound_graph(bases=(BASIS, BASIS.mT.contiguous())), None),
+        (bound_graph(bases=(torch.arange(16).view(1, 1, 1, 16),)), None),
+        (bound_graph(bases=(BASIS,)), decline_a_basis),
+    ],
+    ids=["two", "an order", "declined"],
+)
+def test_what_is_no_rotation_of_both_stays_in_front(graph, served_by):
+    wanted = run(graph)
+    (event,) = apply(graph, served_by=served_by)
+    assert event.fired
+    assert targets(graph) == [rotate, rotate, ops.append_attention.default]
     assert all(torch.equal(a, b) for a, b in zip(run(graph), wanted, strict=True))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvpass.format.rope import Rope
+from kvpass.ops.basis import rotate
 from lowering.triton.append_attention import append_attention, unsupported_reason
 from lowering.triton.launch import record_launches
 from tests.calibrated import PLANS, same_state, states_of
@@ -54,7 +55,7 @@ def test_steps(plans):
         torch.ops.kvpass.append(wanted[1], new[1], plans[1])
         attention = (query(1, 4, n, DIM), None, 0.125, *plans, None, True)
         expected = dense_attention(attention[0], *wanted, *attention[1:])
-        arguments = (*new, *rotation, None, None, attention[0], keys, values, *attention[1:])
+        arguments = (*new, *rotation, *[None] * 3, attention[0], keys, values, *attention[1:])
         assert unsupported_reason(*arguments) is None
         got = append_attention(*arguments)
         assert relative_error(got, expected) <= TRITON_ATTENTION[torch.float16]
@@ -83,7 +84,7 @@ def test_keys_that_get_their_rotary_embedding_when_they_are_read():
     for state, x, plan in zip((wanted[0][:-1], wanted[1]), new, plans, strict=True):
         torch.ops.kvpass.append(state, x, plan)
     expected = dense_attention(arguments[0], *wanted, *arguments[1:])
-    step = (*new, None, None, None, None, arguments[0], keys, values, *arguments[1:])
+    step = (*new, *[None] * 5, arguments[0], keys, values, *arguments[1:])
     assert unsupported_reason(*step) is None
     got = append_attention(*step)
     assert relative_error(got, expected) <= TRITON_ATTENTION[torch.float16]
@@ -98,7 +99,7 @@ def test_a_clip_of_each_group_and_what_is_launched():
     keys, values = states(plans, 30, heads=HEADS)
     wanted = [[t.clone() for t in state] for state in (keys, values)]
     new = [keys_like(1, HEADS, 1, DIM, torch.float16, i) for i in range(2)]
-    arguments = (*new, None, None, None, None, query(1, 4, 1, DIM), keys, values, None, 1.0, *plans)
+    arguments = (*new, *[None] * 5, query(1, 4, 1, DIM), keys, values, None, 1.0, *plans)
     assert unsupported_reason(*arguments).endswith("and no tensor has its factors")
     arguments = (*new, None, None, clip, None, *arguments[6:])
     with record_launches() as launches:
@@ -109,3 +110,41 @@ def test_a_clip_of_each_group_and_what_is_launched():
     for state, reference, x, plan in zip((keys, values), wanted, new, plans, strict=True):
         torch.ops.kvpass.append(reference, x, plan)
         assert_same(state, reference, plan)
+
+
+@pytest.mark.parametrize(
+    ("plans", "shape", "matrix"),
+    [
+        (CASES[7], (1, 1), 64),
+        (CASES[4], (HEADS, 4), 16),
+        (CASES[0], (HEADS, 1), 64),
+    ],
+    ids=str,
+)
+def test_new_keys_and_the_query_in_another_basis(plans, shape, matrix):
+    """Of all heads and of each one, of all channels and of blocks; with sinks and without."""
+    total = 30
+    keys, values = states(plans, total, heads=HEADS)
+    torch.manual_seed(5)
+    basis = torch.linalg.qr(torch.randn(1, shape[0], 1, shape[1], matrix, matrix))[0]
+    for step, n in enumerate((1, 5)):
+        new = [keys_like(1, HEADS, n, DIM, torch.float16, 2 * step + i) for i in range(2)]
+        q = query(1, 4, n, DIM)
+        wanted = [[t.clone() for t in state] for state in (keys, values)]
+        rest = (None, 0.125, *plans, None, True)
+        torch.ops.kvpass.append(wanted[0], rotate(new[0], basis), plans[0])
+        torch.ops.kvpass.append(wanted[1], new[1], plans[1])
+        expected = dense_attention(rotate(q, basis), *wanted, *rest)
+        arguments = (*new, *[None] * 4, basis, q, keys, values, *rest)
+        assert unsupported_reason(*arguments) is None
+        assert (
+            relative_error(append_attention(*arguments), expected)
+            <= TRITON_ATTENTION[torch.float16]
+        )
+        # Sums in another order may round to the neighbour of what was rotated exactly.
+        total += n
+        stored = [torch.ops.kvpass.unpack(x, total, plans[0], q.dtype) for x in (keys, wanted[0])]
+        assert relative_error(stored[0], stored[1].double()) <= TRITON_ATTENTION[q.dtype]
+        assert_same(values, wanted[1], plans[1])
+        for state, plan in zip((keys, values), plans, strict=True):
+            poison(state, plan)

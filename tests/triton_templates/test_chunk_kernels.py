@@ -146,7 +146,7 @@ def test_a_step_appends_attends_and_moves_the_ends() -> None:
     ops.append_chunks(wanted[1].own, new[1], VALUES)
     q = keys_like(2, 4, STEP, 64, torch.float16, 4)
     rest = (None, 0.125, KEYS, VALUES, None, True)
-    arguments = (*new, *rotation, None, None, q, *got, *rest)
+    arguments = (*new, *rotation, *[None] * 3, q, *got, *rest)
     assert chunks.unsupported_step(*arguments) is None
     out = chunks.append_attention_chunks(*arguments).double()
     for handle, state in zip(wanted, got, strict=True):

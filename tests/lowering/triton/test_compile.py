@@ -80,6 +80,19 @@ def test_clipped_heads_of_64_compile_without_spills():
     reports_without_spills((keys, values), 64, 80)
 
 
+@pytest.mark.parametrize(("head_dim", "capability"), [(128, 90), (80, 80)])
+def test_new_keys_and_the_query_are_rotated_without_spills(head_dim, capability):
+    plans = PRESETS["kivi-2bit"][0], "fp"
+    append = next(
+        x
+        for x in launches(plans, head_dim, keys_rotated=True)
+        if x.kernel.__name__ == "append_both"
+    )
+    report = inspection.inspect_launch(append, capability)
+    assert not report.spills
+    assert report.instructions["FFMA"] > 0
+
+
 def test_keys_before_a_rotary_embedding_of_neighbours():
     """A few bytes of stack hold what loops over the last tokens share."""
     keys = "int4.channel32/window=0,pack_every=128/rope=neighbours0-64"
