@@ -22,8 +22,8 @@ from lowering.triton.layer import layer_launches
 from tests.command import failure
 
 DYNAMIC = Route("kivi-4bit", torch.bfloat16, "dynamic", 1, 90)
-# Values are rotated by the weights around them.
-STATIC = Route("rotated-4bit", torch.float16, "static", 8, 80)
+# Values are rotated by the weights around them, new keys and the query by the kernels.
+STATIC = Route("rotated-4bit,key_rotation=hadamard", torch.float16, "static", 8, 80)
 
 
 @pytest.fixture(scope="module", params=[DYNAMIC, STATIC], ids=str)
@@ -41,11 +41,10 @@ def test_nothing_fails_is_copied_or_waits(found):
         assert graph.right
     assert prefill.providers == {"pack by triton": 4}
     # A static cache counts its tokens itself.
-    length = {DYNAMIC: {"length by aten": 1}, STATIC: {}}[route]
-    step = {"copy_cos_sin by aten": 1, "append_attention by triton": 2}
-    assert decode.providers == length | step
+    more = {DYNAMIC: {"length by aten": 1, "copy_cos_sin by aten": 1}, STATIC: {}}[route]
+    assert decode.providers == more | {"append_attention by triton": 2}
     # Of four weights there is a rotated one beside the model's own.
-    expected = {DYNAMIC: (22, 23), STATIC: (26, 29)}[route]
+    expected = {DYNAMIC: (22, 23), STATIC: (27, 30)}[route]
     assert (prefill.static, prefill.inputs) == expected
     # All but the ids, and a number that says what room a cache that grows has.
     assert decode.static == decode.inputs - {DYNAMIC: 2, STATIC: 1}[route]
@@ -80,8 +79,9 @@ def test_kernels_are_inspected_as_inductor_compiles_them(found):
     if route is STATIC:
         keys, values = keys.static(module._ROOM), values.static(module._ROOM)
     launches = layer_launches(
-        str(keys), str(values), key_dim=128, value_dim=128, heads_per_group=2, dtype=route.dtype
-    )
+        str(keys), str(values), key_dim=128, value_dim=128, heads_per_group=2, dtype=route.dtype,
+        keys_rotated=route is STATIC,
+    )  # fmt: skip
     launched = [(x.kernel.__name__, x.kernel.arg_names, signature(x)) for x in launches]
     for kernel in graphs[1].kernels:
         if not kernel.own:
