@@ -20,6 +20,7 @@ from kvpass.format.quantize import split_outliers
 from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.ops.basis import rotate
 from kvpass.tensor.packed import PackedKV
 
 _BATCH, _HEADS, _KV_HEADS = 2, 8, 2
@@ -89,6 +90,7 @@ class _Checker:
             yield self.append(kind)
         yield self.append_rotated()
         yield self.step()
+        yield self.step(self.basis())
         for length in _LENGTHS:
             for queries, masked in ((1, False), (1, True), (2, False)):
                 name = f"T={length} n={queries}{' masked' if masked else ''}"
@@ -184,29 +186,39 @@ class _Checker:
         name = f"append rotated keys {self.label}"
         return self.check(name, choice, error, TOLERANCE[new.dtype])
 
-    def step(self) -> Check:
-        """Steps that append and attend in one; infinite if they store something else."""
+    def basis(self) -> Tensor:
+        """Another order of the channels of each head, with other signs: what no sum rounds."""
+        noise = torch.randn(_KV_HEADS, self.dim, generator=torch.Generator().manual_seed(50))
+        order, signs = noise.argsort(dim=1), noise.sign()
+        return (torch.eye(self.dim)[order] * signs.unsqueeze(2))[None, :, None, None]
+
+    def step(self, basis: Tensor | None = None) -> Check:
+        """Steps that append and attend in one; infinite if they store something else. New keys and
+        the query are brought to ``basis``."""
         handles = [self.handles(kind) for kind in ("keys", "values")]
         plans = [str(expected.plan) for expected, _ in handles]
         errors = []
         for seed, n in enumerate(_STEPS):
             new = [self.tokens(n, seed=10 + 2 * seed + i) for i in range(2)]
             q = self.tokens(n, seed=30 + seed).repeat(1, _HEADS // _KV_HEADS, 1, 1)
+            moved = [x.to(self.device) for x in (*new, q)]
+            if basis is not None:
+                new[0], q = rotate(new[0], basis), rotate(q, basis)
             for (expected, got), x in zip(handles, new, strict=True):
                 expected.reserve(n)
                 got.reserve(n)
                 torch.ops.kvpass.append(expected.state, x, str(expected.plan))
-            moved = [x.to(self.device) for x in (*new, q)]
             states = [got.state for _, got in handles]
             rest = (None, self.dim**-0.5, *plans, None, True)
-            arguments = (*moved[:2], *[None] * 5, moved[2], *states, *rest)
+            on_device = None if basis is None else basis.to(self.device)
+            arguments = (*moved[:2], *[None] * 4, on_device, moved[2], *states, *rest)
             out, choice = self.compute("append_attention", *arguments)
             wanted = [expected.state for expected, _ in handles]
             exact = torch.ops.kvpass.attention(q.double(), *map(_wide, wanted), *rest)
             handles = [(e.extended(n), g.extended(n)) for e, g in handles]
             differ = any(_differences(g.state, e.state, e.plan) for e, g in handles)
             errors.append(math.inf if differ else relative_error(out.cpu(), exact))
-        name = f"append_attention {self.label}"
+        name = f"append_attention {self.label}{'' if basis is None else ' in another basis'}"
         return self.check(name, choice, max(errors), TOLERANCE[self.dtype])
 
     def attention(

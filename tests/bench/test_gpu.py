@@ -242,7 +242,7 @@ def test_the_kernels_part(monkeypatch):
     monkeypatch.setattr(gpu, "_FORMATS", ("fp", "kivi-2bit"))
     text, rows, right = gpu._kernels(CPU, torch.float16, 64)
     assert not right
-    assert "kivi-2bit: 0 of 39 right" in text
+    assert "kivi-2bit: 0 of 40 right" in text
     assert "of what is allowed; 0 kernels" in text
     assert "WRONG pack keys fp float16 D=64 T=1: served by" in text
     assert json.dumps(rows)
