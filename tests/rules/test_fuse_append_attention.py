@@ -6,6 +6,8 @@ import operator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule
 
 from kvpass.graph.analysis.sites import Sites
@@ -19,7 +21,7 @@ PLANS = "int4.channel8/window=0,pack_every=8", "int2.token16/window=16,pack_ever
 ROPE = "halves0-16"
 
 
-def bound_graph(between=None, bases=()):
+def bound_graph(between=None, bases=(), tokens=1):
     """A decode step as binding leaves it, on real tensors; ``between`` adds nodes before attention
     and returns another result; ``bases``: those that new keys and the query are brought to."""
     torch.manual_seed(0)
@@ -36,7 +38,11 @@ def bound_graph(between=None, bases=()):
     ]
     new, q, rows = (
         placeholder(name, torch.randn(shape))
-        for name, shape in (("new", (1, 2, 1, 16)), ("q", (1, 4, 1, 16)), ("rows", (1, 1, 16)))
+        for name, shape in (
+            ("new", (1, 2, tokens, 16)),
+            ("q", (1, 4, tokens, 16)),
+            ("rows", (1, tokens, 16)),
+        )
     )
     if bases:
         matrices = [placeholder(f"basis_{i}", basis) for i, basis in enumerate(bases)]
@@ -79,12 +85,19 @@ def test_identity():
     assert all(torch.equal(a, b) for a, b in zip(run(graph), wanted, strict=True))
 
 
-BASIS = torch.linalg.qr(torch.randn(1, 2, 1, 1, 16, 16, generator=torch.manual_seed(1)))[0]
-BASIS = BASIS.contiguous()
+def rotation(heads, blocks, seed):
+    """Of the channels of each head, or of all, in blocks."""
+    size, generator = 16 // blocks, torch.Generator().manual_seed(seed)
+    matrices = torch.randn(1, heads, 1, blocks, size, size, generator=generator)
+    return torch.linalg.qr(matrices)[0].contiguous()
 
 
-def test_identity_with_a_rotation_of_new_keys_and_the_query():
-    graph = bound_graph(bases=(BASIS,))
+BASIS = rotation(2, 1, seed=1)
+
+
+@given(st.integers(1, 2), st.sampled_from((1, 2, 8)), st.integers(1, 16), st.integers(0, 99))
+def test_identity_with_a_rotation_of_new_keys_and_the_query(heads, blocks, tokens, seed):
+    graph = bound_graph(bases=(rotation(heads, blocks, seed),), tokens=tokens)
     wanted = run(graph)
     (event,) = apply(graph)
     assert event.detail == "one op rotates new keys and the query, appends, and attends"
