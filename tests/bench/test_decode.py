@@ -43,7 +43,11 @@ def test_all_contenders_are_right(fill):
         assert not result.problem
         assert result.error < 1e-4
         assert len(result.times_ms) == 2
-    assert re.search(r"append by \w+ x4, attention by \w+ x2", results[0].note)
+    steps = {
+        "prompt": r"append by \w+ x4, attention by \w+ x2",
+        "random": "append_attention by cpp",
+    }
+    assert re.search(steps[fill], results[0].note)
     assert ("prefill" in results[0].note) == (fill == "prompt")
     table = str(decode_section(chosen, results))
     assert f"300 tokens ({fill}), batch 2, 2 layers" in table

@@ -26,7 +26,8 @@ def _folder(tmp_path, monkeypatch):
 
 
 def test_loads_and_remembers(tmp_path):
-    parameters = {"layout": LAYOUT, "rope": None, "clip_each": False, "new_varies": False}
+    parameters = {"layout": LAYOUT, "rope": None, "basis": None}
+    parameters |= {"clip_each": False, "new_varies": False}
     module = codegen.load_kernels("append", **parameters)
     assert module.append_step.__name__ == "append_step"
     (path,) = tmp_path.iterdir()
@@ -97,9 +98,12 @@ def test_generated_files_pass_the_linter(template, tmp_path):
     )
     for layout in layouts:
         values = layouts[-1] if layout.by_channel else layouts[2]
+        # Keys are rotated by their positions, or brought to another basis.
+        rope, basis = ((0, 16, True), None) if layout.by_channel else (None, layout.head_dim)
         parameters = {
-            "layout": layout, "rope": (0, 16, True), "clip_each": False, "k": layout, "v": values,
-            "k_rope": (0, 16, False), "k_clip_each": False, "v_clip_each": True,
+            "layout": layout, "rope": rope, "basis": basis, "clip_each": False, "k": layout,
+            "v": values, "k_rope": rope and (0, 16, False), "k_basis": basis, "k_clip_each": False,
+            "v_clip_each": True,
             "tile": 32, "part": 16, "edge_tile": 32, "advances": layout.by_channel,
             "new_varies": layout.identity,
         }  # fmt: skip

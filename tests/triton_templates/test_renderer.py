@@ -20,6 +20,7 @@ sinks=0, qparams='half', ternary_in_2bit=False, static_ranges=False, heads_per_g
 outliers=0, codebook=(), midpoints=(), rope=None, segment=None, base3=False, ratio=None, \
 pivotal=False)
 #   rope = None
+#   basis = None
 #   clip_each = False
 #   new_varies = False
 \"\"\"Append of a decode step to a cache tensor: int4.channel32, 64 channels.
@@ -28,7 +29,7 @@ pivotal=False)
 
 def test_header():
     layout = Layout(64, 4, "channel", 32, 143)
-    text = render("append", layout=layout, rope=None, clip_each=False, new_varies=False)
+    text = render("append", layout=layout, rope=None, basis=None, clip_each=False, new_varies=False)
     assert text.startswith(HEADER)
 
 
