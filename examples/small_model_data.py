@@ -41,10 +41,15 @@ class RecallDocument:
 def _library_files() -> Iterator[tuple[Path, bool]]:
     """Every source file used, in a fixed order, with whether it is held out of training."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
-            yield path, _digest(relative)[0] < 8  # 8 of 256: about 3 % of the files
+    for path in sorted(_sources(root, root)):
+        yield path, _digest(path.relative_to(root))[0] < 8  # 8 of 256: about 3 % of the files
+
+
+def _sources(folder: Path, root: Path) -> Iterator[Path]:
+    """Source files under ``folder`` but for those in skipped folders below ``root``."""
+    for path in folder.rglob("*.py"):
+        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1]):
+            yield path
 
 
 def held_out_files() -> list[Path]:
@@ -64,18 +69,14 @@ def package_texts() -> list[str]:
     found: dict[str, None] = {}
     for package in sorted(path for path in root.iterdir() if path.is_dir()):
         room = PACKAGE_BYTES
-        files = [
-            path
-            for path in package.rglob("*.py")
-            if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])
-            and path.stat().st_size <= FILE_BYTES
-        ]
+        files = [p for p in _sources(package, root) if p.stat().st_size <= FILE_BYTES]
         for path in sorted(files, key=lambda path: _digest(path.relative_to(root))):
             if (size := path.stat().st_size) > room:
                 break
-            lines = [line for text in read_texts([path]) for line in _long_lines(text)]
+            texts = read_texts([path])
+            lines = [line for text in texts for line in _long_lines(text)]
             if lines and sum(line in held_out for line in lines) <= MOST_SHARED * len(lines):
-                found.update(dict.fromkeys(read_texts([path])))
+                found.update(dict.fromkeys(texts))
                 room -= size
     return list(found)
 

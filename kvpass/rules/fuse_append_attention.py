@@ -22,10 +22,8 @@ _OPS = {
         ops.append_chunks.default, ops.append_attention_chunks.default,
     ),
 }  # fmt: skip
-# Where arguments of the fused op stand.
-_COS_SIN = StepArguments._fields.index("cos_sin")
-_BASIS = StepArguments._fields.index("basis")
-_QUERY = len(StepArguments._fields)
+# The fused op's arguments in front of those of attention.
+_COUNT = len(StepArguments._fields)
 
 
 # Where somebody does it in fewer steps than the three ops, or than five with a rotation of new keys
@@ -67,7 +65,7 @@ class FuseAppendAttention(Rule):
         node.target, node.args = found["fused"], found["arguments"]
         for append in found["appends"]:
             context.graph.erase_node(append)
-        if node.args[_BASIS] is None:
+        if StepArguments(*found["arguments"][:_COUNT]).basis is None:
             return "one op appends keys and values and attends to them"
         for x in rotated:
             erase_unread(x)
@@ -102,12 +100,12 @@ def _arguments(attention: Node, keys: Node, values: Node) -> tuple[Any, ...]:
 def _unrotated(arguments: tuple[Any, ...], context: Context) -> tuple[Any, ...] | None:
     """The arguments with new keys and the query in the basis before theirs, which both share; None
     if there is no such basis."""
-    new, (cos_sin, q) = arguments[0], (arguments[_COS_SIN], arguments[_QUERY])
-    if cos_sin is not None or not (new.target is q.target is rotate):
+    step: Any = StepArguments(*arguments[:_COUNT])
+    q, *rest = arguments[_COUNT:]
+    if step.cos_sin is not None or not (step.new_keys.target is q.target is rotate):
         return None
-    (keys, basis), (queries, other) = new.args, q.args
+    (keys, basis), (queries, other) = step.new_keys.args, q.args
     rotation = basis is other and basis.meta["example_value"].is_floating_point()
     if not rotation or keys in context.changed or queries in context.changed:
         return None
-    moved = {0: keys, _BASIS: basis, _QUERY: queries}
-    return tuple(moved.get(i, argument) for i, argument in enumerate(arguments))
+    return (*step._replace(new_keys=keys, basis=basis), queries, *rest)

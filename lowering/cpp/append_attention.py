@@ -30,25 +30,17 @@ def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
 def append_attention(
     new_keys: Tensor,
     new_values: Tensor,
-    cos_sin: Tensor | None,
-    rope: str | None,
-    k_clip: Tensor | None,
-    v_clip: Tensor | None,
+    _cos_sin: Tensor | None,
+    _rope: str | None,
+    _k_clip: Tensor | None,
+    _v_clip: Tensor | None,
     basis: Tensor,
-    q: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    mask: Tensor | None,
-    scale: float,
-    k_plan: str,
-    v_plan: str,
-    *rest: Any,
-    **kwargs: Any,
+    *attention: Any,
 ) -> Tensor:
     """As `kvpass.ops.append_attention.append_attention`, for arguments that are supported.
     (By position: this runs once per layer and step.)"""
     basis = basis.contiguous()
+    _, keys, values, _, _, k_plan, v_plan, *_ = attention
     cpp_append.append(own_tensors(keys, k_plan), new_keys, k_plan, basis=basis)
     cpp_append.append(own_tensors(values, v_plan), new_values, v_plan)
-    attention = (q, keys, values, mask, scale, k_plan, v_plan, *rest)
-    return cpp_attention.attention(*attention, **kwargs, basis=basis)
+    return cpp_attention.attention(*attention, basis=basis)

@@ -34,41 +34,40 @@ void rotate_token(const Scalar* x, const Number* cos_sin, const Rotary& r, Scala
   }
 }
 
-template <class A, class Number> void rotate_tokens(const A& a, typename A::Element* rotated) {
-  constexpr int DIM = decltype(a.state)::DIM;
-  const auto& r = a.rotary;
+// Calls rotate(token, pair, t, rotated) for all new tokens.
+template <class A, class Rotate>
+void rotate_tokens(const A& a, typename A::Element* rotated, const Rotate& rotate) {
   for (int64_t pair = 0; pair < a.state.batch * a.state.heads; pair++)
-    for (int64_t t = 0; t < a.count; t++, rotated += DIM) {
-      const auto* cos_sin = (const Number*)r.cos_sin + pair / a.state.heads * r.batch_stride;
-      rotate_token<DIM>(
-          a.tokens.row(pair, a.state.heads, t), cos_sin + t * r.token_stride, r, rotated);
-    }
-}
-
-template <class A> void change_basis(const A& a, typename A::Element* rotated) {
-  constexpr int DIM = decltype(a.state)::DIM;
-  for (int64_t pair = 0; pair < a.state.batch * a.state.heads; pair++)
-    for (int64_t t = 0; t < a.count; t++, rotated += DIM)
-      rotate_channels<DIM>(
-          a.tokens.row(pair, a.state.heads, t), a.basis, pair % a.state.heads, rotated);
+    for (int64_t t = 0; t < a.count; t++, rotated += decltype(a.state)::DIM)
+      rotate(a.tokens.row(pair, a.state.heads, t), pair, t, rotated);
 }
 
 // The tokens as they are to be stored: with a rotary embedding, in another basis, or as they come.
 // Where they are rotated, that is in memory of the next call's.
 template <class A> auto rotated_tokens(const A& a) {
   using Element = typename A::Element;
+  constexpr int DIM = decltype(a.state)::DIM;
   auto tokens = a.tokens;
   if (!a.rotary.pairs && !a.basis.data) return tokens;
-  const int64_t head = a.count * decltype(a.state)::DIM, sequence = head * a.state.heads;
+  const int64_t heads = a.state.heads, head = a.count * DIM, sequence = head * heads;
   static thread_local std::vector<Element> memory;
   memory.resize(a.state.batch * sequence);
-  if (a.basis.data) change_basis(a, memory.data());
-  else if (a.rotary.wide) rotate_tokens<A, float>(a, memory.data());
-  else rotate_tokens<A, Element>(a, memory.data());
+  const auto embed = [&](const auto* cos_sin) {
+    const auto& r = a.rotary;
+    rotate_tokens(a, memory.data(), [&](auto* x, int64_t pair, int64_t t, Element* out) {
+      rotate_token<DIM>(x, cos_sin + pair / heads * r.batch_stride + t * r.token_stride, r, out);
+    });
+  };
+  if (a.basis.data)
+    rotate_tokens(a, memory.data(), [&](auto* x, int64_t pair, int64_t, Element* out) {
+      rotate_channels<DIM>(x, a.basis, pair % heads, out);
+    });
+  else if (a.rotary.wide) embed((const float*)a.rotary.cos_sin);
+  else embed((const Element*)a.rotary.cos_sin);
   tokens.data = memory.data();
   tokens.batch_stride = sequence;
   tokens.head_stride = head;
-  tokens.token_stride = decltype(a.state)::DIM;
+  tokens.token_stride = DIM;
   return tokens;
 }
 

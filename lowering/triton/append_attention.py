@@ -42,9 +42,12 @@ def append_attention(*args: Any, **kwargs: Any) -> Tensor:
     k = layout_of(str(plans[0]), int(step.new_keys.shape[3]))
     v = layout_of(str(plans[1]), int(step.new_values.shape[3]))
     states = own_tensors(a.keys, a.k_plan), own_tensors(a.values, a.v_plan)
-    changed = a if step.basis is None else a._replace(q=a.q.new_empty(a.q.shape))
-    advance = append_both(step, states, plans, (k, v), a.q, changed.q)
-    return attention.attend(attention.best_sizes(a), *changed, advance=advance)
+    sizes, query = attention.best_sizes(a), None
+    if step.basis is not None:
+        query = dense(a.q), a.q.new_empty(a.q.shape)
+        a = a._replace(q=query[1])
+    advance = append_both(step, states, plans, (k, v), query)
+    return attention.attend(sizes, *a, advance=advance)
 
 
 def append_both(
@@ -52,12 +55,11 @@ def append_both(
     states: tuple[Sequence[Tensor], Sequence[Tensor]],
     plans: tuple[TensorPlan, TensorPlan],
     layouts: tuple[Layout, Layout],
-    q: Tensor,
-    changed: Tensor,
+    query: tuple[Tensor, Tensor] | None = None,
 ) -> Advance:
     """Appends to keys and values, the last of whose tensors are segment ends that stay as they are.
-    If there is a basis, ``q`` is brought to it in ``changed``, contiguous. Returns what attention
-    needs to see the new tokens."""
+    ``query``: if there is a basis, one that is to be brought to it, and the contiguous tensor that
+    gets the result. Returns what attention needs to see the new tokens."""
     batch, heads, new, _ = step.new_keys.shape
     of_keys = step.cos_sin, step.rope, step.k_clip, step.basis
     k = append.appending(states[0], step.new_keys, plans[0], layouts[0], *of_keys)
@@ -68,14 +70,15 @@ def append_both(
         k_basis=k.variables["basis"], k_clip_each=k.variables["clip_each"],
         v_clip_each=v.variables["clip_each"], new_varies=count.varies,
     )  # fmt: skip
-    query: tuple[Any, ...] = ()
-    if step.basis is not None:
-        q, groups = dense(q), q.shape[1] // heads
-        query = (v.parts, q, *q.stride()[:3], changed, groups)
+    rotated: tuple[Any, ...] = ()
+    if query is not None:
+        q, out = query
+        groups = q.shape[1] // heads
+        rotated = (v.parts, q, *q.stride()[:3], out, groups)
         parts += groups * new
     launch(
         kernels.append_both, (batch * heads, parts),
-        *k.arguments, k.parts, *v.arguments, *query,
+        *k.arguments, k.parts, *v.arguments, *rotated,
         KV_HEADS=heads, NEW=new, NEW_PADDED=next_power_of_2(count.most),
         **_prefixed("K", k.constants), **_prefixed("V", v.constants),
     )  # fmt: skip

@@ -264,7 +264,7 @@ def append_attention_chunks(*args: Any, **kwargs: Any) -> Tensor:
     step, a = StepArguments.split(*args, **kwargs)
     x = list(_segments(a))[-1]
     states, exact = (x.arguments.keys, x.arguments.values), parse_plan(str(FP))
-    return _attend(a, append_both(step, states, (exact, exact), x.layouts, a.q, a.q))
+    return _attend(a, append_both(step, states, (exact, exact), x.layouts))
 
 
 def unsupported_unpack(

@@ -73,8 +73,9 @@ def layer_launches(
         state = _chunked_state if parse_plan(k_plan).op_suffix else _state
         arguments = (q, state(keys, k_plan), state(values, v_plan), None, 1.0, k_plan, v_plan)
         new_tokens = _new_tokens(keys, new), _new_tokens(values, new)
-        basis = q.new_empty(1, 1, 1, 1, key_dim, key_dim, dtype=torch.float32)
-        _step(*new_tokens, basis if keys_rotated else None, *arguments, sinks, **variant)
+        shape = 1, 1, 1, 1, key_dim, key_dim
+        basis = q.new_empty(shape, dtype=torch.float32) if keys_rotated else None
+        _step(*new_tokens, basis, *arguments, sinks, **variant)
     return launches
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from itertools import product
 
 import pytest
 
@@ -96,10 +97,10 @@ def test_generated_files_pass_the_linter(template, tmp_path):
         layout_of("int8.token24/window=4,pack_every=1", 96),
         layout_of("int2.token32/window=24,pack_every=1", 96),
     )
-    for layout in layouts:
+    # Keys are rotated by their positions, or brought to another basis.
+    for layout, rope in product(layouts, ((0, 16, True), None)):
         values = layouts[-1] if layout.by_channel else layouts[2]
-        # Keys are rotated by their positions, or brought to another basis.
-        rope, basis = ((0, 16, True), None) if layout.by_channel else (None, layout.head_dim)
+        basis = None if rope else layout.head_dim
         parameters = {
             "layout": layout, "rope": rope, "basis": basis, "clip_each": False, "k": layout,
             "v": values, "k_rope": rope and (0, 16, False), "k_basis": basis, "k_clip_each": False,

@@ -11,16 +11,16 @@ from lowering.cpp.append_attention import append_attention, unsupported_reason
 from tests.tolerances import CPP_ATTENTION
 
 ops = torch.ops.kvpass
-HEADS, PROMPT = 2, 40
+HEADS, PROMPT, DIM = 2, 40, 80
 PLAN = "int4.token20/sinks=2,window=4,pack_every=1"
 
 
-def step(dim: int, basis: torch.Tensor, new: int, dtype: torch.dtype = torch.float32):
+def step(basis: torch.Tensor, new: int, dtype: torch.dtype = torch.float32):
     """The arguments of the op twice, with states of their own."""
     generator = torch.manual_seed(3)
 
     def tokens(heads: int, count: int) -> torch.Tensor:
-        return torch.randn(2, heads, count, dim, generator=generator).to(dtype)
+        return torch.randn(2, heads, count, DIM, generator=generator).to(dtype)
 
     plan, states = parse_plan(PLAN), []
     for _ in range(2):
@@ -33,7 +33,8 @@ def step(dim: int, basis: torch.Tensor, new: int, dtype: torch.dtype = torch.flo
     return [(*first, *copy, None, 0.2, PLAN, PLAN, None, True) for copy in copies]
 
 
-def rotation(heads: int, blocks: int, size: int) -> torch.Tensor:
+def rotation(heads: int, blocks: int) -> torch.Tensor:
+    size = DIM // blocks
     matrices = torch.randn(1, heads, 1, blocks, size, size, generator=torch.manual_seed(1))
     return torch.linalg.qr(matrices)[0].contiguous()
 
@@ -41,17 +42,11 @@ def rotation(heads: int, blocks: int, size: int) -> torch.Tensor:
 # Of all heads and of each one; of all channels and of blocks, which vectors fill or not; for few
 # query rows and for many.
 @pytest.mark.parametrize(
-    ("heads", "blocks", "dtype", "new"),
-    [
-        (1, 1, torch.float32, 1),
-        (HEADS, 1, torch.float32, 5),
-        (HEADS, 4, torch.float32, 1),
-        (HEADS, 5, torch.float32, 1),
-    ],
+    ("heads", "blocks", "new"), [(1, 1, 1), (HEADS, 1, 5), (HEADS, 4, 1), (HEADS, 5, 1)]
 )
-def test_it_is_the_reference(heads: int, blocks: int, dtype: torch.dtype, new: int) -> None:
-    basis = rotation(heads, blocks, 80 // blocks)
-    arguments, reference = step(80, basis, new, dtype)
+def test_it_is_the_reference(heads: int, blocks: int, new: int) -> None:
+    dtype = torch.float32
+    arguments, reference = step(rotation(heads, blocks), new, dtype)
     assert unsupported_reason(*arguments) is None
     wanted, got = ops.append_attention(*reference), append_attention(*arguments)
     error = (got - wanted).float().norm() / wanted.float().norm()
@@ -67,7 +62,7 @@ def test_numbers_are_rounded_to_the_dtype_of_the_model() -> None:
     """Channels in another order, with other signs, are what they were."""
     order = torch.randperm(80, generator=torch.manual_seed(2))
     basis = torch.eye(80)[order] * torch.tensor([1.0, -1.0]).repeat(40)
-    arguments, reference = step(80, basis.view(1, 1, 1, 1, 80, 80), 1, torch.bfloat16)
+    arguments, reference = step(basis.view(1, 1, 1, 1, DIM, DIM), 1, torch.bfloat16)
     wanted, got = ops.append_attention(*reference), append_attention(*arguments)
     error = (got - wanted).float().norm() / wanted.float().norm()
     assert error <= CPP_ATTENTION[torch.bfloat16]
@@ -77,7 +72,7 @@ def test_numbers_are_rounded_to_the_dtype_of_the_model() -> None:
 
 
 def test_declined() -> None:
-    arguments, _ = step(80, rotation(1, 1, 80), 1)
+    arguments, _ = step(rotation(1, 1), 1)
 
     def reason(**changes: object) -> str | None:
         names = ("new_keys", "new_values", "cos_sin", "rope", "k_clip", "v_clip", "basis")
@@ -88,5 +83,5 @@ def test_declined() -> None:
     assert reason(cos_sin=torch.ones(1, 1, 80), rope="halves0-80") == (
         "keys get their rotary embedding and a basis"
     )
-    for basis in (rotation(3, 1, 80), rotation(1, 1, 80).double()):
+    for basis in (rotation(3, 1), rotation(1, 1).double()):
         assert str(reason(basis=basis)).endswith("is not one of 2 heads")
