@@ -36,11 +36,12 @@ def append_attention(
     _v_clip: Tensor | None,
     basis: Tensor,
     *attention: Any,
+    **options: Any,
 ) -> Tensor:
     """As `kvpass.ops.append_attention.append_attention`, for arguments that are supported.
-    (By position: this runs once per layer and step.)"""
+    (Spelled out: this runs once per layer and step. The ``options`` are attention's last ones.)"""
     basis = basis.contiguous()
     _, keys, values, _, _, k_plan, v_plan, *_ = attention
     cpp_append.append(own_tensors(keys, k_plan), new_keys, k_plan, basis=basis)
     cpp_append.append(own_tensors(values, v_plan), new_values, v_plan)
-    return cpp_attention.attention(*attention, basis=basis)
+    return cpp_attention.attention(*attention, **options, basis=basis)

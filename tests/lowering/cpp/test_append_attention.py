@@ -48,7 +48,9 @@ def test_it_is_the_reference(heads: int, blocks: int, new: int) -> None:
     dtype = torch.float32
     arguments, reference = step(rotation(heads, blocks), new, dtype)
     assert unsupported_reason(*arguments) is None
-    wanted, got = ops.append_attention(*reference), append_attention(*arguments)
+    wanted = ops.append_attention(*reference)
+    # Inductor names the arguments that have defaults.
+    got = append_attention(*arguments[:-2], sinks=None, causal=True)
     error = (got - wanted).float().norm() / wanted.float().norm()
     assert error <= CPP_ATTENTION[dtype]
     tokens = PROMPT + new
