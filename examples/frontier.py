@@ -4,8 +4,9 @@
 
 Calibrates on files the small model was trained on: all candidates of `auto` are scored once, for
 all budgets. Measures, as `kvpass eval` does, how far predictions on files that the model has never
-seen diverge when they are read through the packed cache, token by token. Plans and measurements are
-kept in a folder; what is measured there is not measured again.
+seen diverge when they are read through the packed cache, token by token. Pieces of files are twice
+as long as those it was trained on, which its base of rotary positions bears. Plans and measurements
+are kept in a folder; what is measured there is not measured again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", default="frontier", help="of plans and measurements")
     parser.add_argument("--samples", type=int, default=64, help="calibration texts")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens to score at least")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a text at most")
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier; needs kvpass[plot]")
     return parser.parse_args(argv)
 
@@ -199,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load(str(SMALL_MODEL), "float32")
+    model.config.max_position_embeddings = max(model.config.max_position_embeddings, args.length)
     names = [*candidates(model.config.head_dim), *OTHERS, *map(auto_name, args.budgets)]
     files = {name: str(folder / f"{name}.safetensors") for name in names}
     if all(Path(file).exists() for file in files.values()):
@@ -207,7 +210,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         plans = make_plans(model, tokenizer, args.budgets, args.samples)
         for name, plan in plans.items():
             plan.save(files[name])
-    settings, texts = Settings(tasks=(), tokens=args.tokens), read_texts(held_out_files())
+    settings = Settings(tasks=(), tokens=args.tokens, length=args.length)
+    texts = read_texts(held_out_files())
     measured = str(folder / "measured.jsonl")
     evaluation = evaluate(model, tokenizer, list(files.values()), texts, settings, path=measured)
     found = Frontier(plans, files, Results(evaluation), model.config)

@@ -4,21 +4,31 @@
 
 namespace {
 
-// exp(x) for x <= 0, relative error below 2e-7; 0 below -87, NaN for NaN.
-inline Floats exponential(Floats x) {
-  x *= 1.44269504f;
-  const Ints seen = ~(x <= all(-126.0f));
-  x = maximum(all(-126.0f), x);
-  const Ints exponent = __builtin_convertvector(x - 0.5f, Ints);
-  const Floats f = x - __builtin_convertvector(exponent, Floats);
-  // 2^f on [-0.5, 0.5]: least squares of the relative error.
+// 2^f on [-0.5, 0.5]: least squares of the relative error.
+inline Floats power_of_2(Floats f) {
   Floats y = all(0.0013266971f);
   y = y * f + 0.00967546f;
   y = y * f + 0.055507425f;
   y = y * f + 0.24022122f;
   y = y * f + 0.69314694f;
-  y = y * f + 1.0000001f;
+  return y * f + 1.0000001f;
+}
+
+// exp(x) for x <= 0, relative error below 2e-7; 0 below -87, NaN for NaN.
+inline Floats exponential(Floats x) {
+  x *= 1.44269504f;
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
+  const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 y = (__m512)power_of_2(x - (Floats)whole);
+  const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-126.0f), _CMP_NLE_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(seen, y, whole);
+#else
+  const Ints seen = ~(x <= all(-126.0f));
+  x = maximum(all(-126.0f), x);
+  const Ints exponent = __builtin_convertvector(x - 0.5f, Ints);
+  const Floats y = power_of_2(x - __builtin_convertvector(exponent, Floats));
   return (Floats)(((Ints)y + (exponent << 23)) & seen);
+#endif
 }
 
 // tanh, absolute error below 2e-7. The polynomial near 0 is that of the Cephes library.

@@ -34,17 +34,20 @@ inline uint32_t bits_of_lanes(Ints holds) {
 #endif
 }
 
-// Lane i of every four: two neighbours joined, of a for i < 2, else of b.
+// Lane i of every four: two neighbours joined, of a for i < 2, else of b. Lanes are moved as floats,
+// for which there is an instruction that needs no index.
 template <class Vector, class Join, int... I>
 inline Vector join_pairs(Vector a, Vector b, const Join& join, std::integer_sequence<int, I...>) {
-  return join(SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0))),
-              SHUFFLE(a, b, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0) + 1)));
+  const Floats x = (Floats)a, y = (Floats)b;
+  return join((Vector)SHUFFLE(x, y, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0))),
+              (Vector)SHUFFLE(x, y, (I / 4 * 4 + I % 2 * 2 + (I & 2 ? LANES : 0) + 1)));
 }
 // Lanes with a zero bit DISTANCE: the sum of that lane of a and the one DISTANCE on; else of b.
 template <int DISTANCE, class Vector, int... I>
 inline Vector fold(Vector a, Vector b, std::integer_sequence<int, I...>) {
-  return SHUFFLE(a, b, (I & DISTANCE ? LANES + I : I)) +
-         SHUFFLE(a, b, (I & DISTANCE ? LANES + I - DISTANCE : I + DISTANCE));
+  const Floats x = (Floats)a, y = (Floats)b;
+  return (Vector)SHUFFLE(x, y, (I & DISTANCE ? LANES + I : I)) +
+         (Vector)SHUFFLE(x, y, (I & DISTANCE ? LANES + I - DISTANCE : I + DISTANCE));
 }
 
 // Lane s * COUNT + i is the sum of the s-th COUNT lanes of x[i]. Indices of register arrays are

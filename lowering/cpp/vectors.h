@@ -96,9 +96,26 @@ inline Ints pick(Ints x, Ints mask, Ints bits) {
 template <class Vector> inline Vector select(Ints condition, Vector yes, Vector no) {
   return condition ? yes : no;
 }
-// The second argument if one of them is NaN, which is what instructions for this do.
-inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
-inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+// The second argument if one of them is NaN, which is what instructions for this do; of the plain
+// form compilers make two.
+inline Floats maximum(Floats a, Floats b) {
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif KVPASS_LANES == 8 && defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+inline Floats minimum(Floats a, Floats b) {
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif KVPASS_LANES == 8 && defined(__AVX2__)
+  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
 #if defined(__clang__)
