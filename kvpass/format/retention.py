@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -81,6 +81,16 @@ class RetentionPolicy:
     def window_only(self) -> RetentionPolicy:
         """Without tokens that stay exact for their own sake."""
         return RetentionPolicy(self.window, self.pack_every)
+
+    def of_single_steps(self) -> RetentionPolicy:
+        """A rule without a pivotal ratio that does the same where every token has a step of its
+        own: each time that tokens are packed, as many stay."""
+        if not self.pivotal:
+            return self
+        exact = self.pack_every
+        while not self.due(exact):
+            exact += 1
+        return replace(self, window=exact - self.pack_every, pivotal=0.0)
 
     def stay(self, exact: int, packed: int = 0) -> int:
         """The least number of ``exact`` unpacked tokens behind ``packed`` others that stay so, if

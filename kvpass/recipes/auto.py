@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from kvpass.calibration.samples import STORED, CalibrationRunner, Shape, Stored, layer_shapes
-from kvpass.errors import PlanError, check, is_number
+from kvpass.errors import PlanError, check, check_flag, is_number
 from kvpass.plan import LayerPlan, Plan
 from kvpass.recipes.base import CalibratedRecipe, Recipe, fitted
 from kvpass.recipes.kivi import Kivi
@@ -29,6 +29,8 @@ class Auto(CalibratedRecipe):
             are not counted.
         window: last tokens that stay exact; KIVI's keys: up to so many.
         sinks: first tokens that stay exact, except with KIVI.
+        before_rope: keys may be stored before their rotary embedding, as KVQuant has them; without,
+            KVQuant is no candidate (packed pages hold no such keys).
     """
 
     name: ClassVar[str] = "auto"
@@ -36,8 +38,10 @@ class Auto(CalibratedRecipe):
     budget: float = 2.5
     window: int = 128
     sinks: int = 5
+    before_rope: bool = True
 
     def __post_init__(self) -> None:
+        check_flag("before_rope", self.before_rope)
         fits = is_number(self.budget) and 0 < self.budget <= 16
         check("budget", self.budget, fits, "bits, above 0, at most 16")
         # Checks window and sinks.
@@ -72,7 +76,7 @@ class Auto(CalibratedRecipe):
                     plans.append(fitted(recipe, run, shapes, seed))
         # There may be no keys before a rotary embedding.
         with suppress(PlanError):
-            plans += fit_together(kvquant, run, seed)
+            plans += fit_together(kvquant, run, seed) if kvquant else []
         if not plans:
             raise PlanError("No recipe fits this model.")
         return plans
@@ -108,9 +112,10 @@ class Auto(CalibratedRecipe):
         # KIVI packs the window's tokens at once, in whole groups.
         groups = [g for g in (group // 2, group) if self.window and self.window % g == 0]
         same: dict[str, Any] = {"window": self.window, "sinks": self.sinks}
+        outliers = (0.0, 0.01) if self.before_rope else ()
         return [
             *(Kivi(b, g, self.window) for b in (2, 4) for g in groups),
             *(Skvq(b, b, group, **same) for b in (2, 3, 4)),
             *(Rotated(b, b, "token", None, "eigen", "eigen", clip=True, **same) for b in (2, 3, 4)),
-            *(Kvquant(b, outliers, **same) for b in (2, 3, 4) for outliers in (0.0, 0.01)),
+            *(Kvquant(b, share, **same) for b in (2, 3, 4) for share in outliers),
         ]

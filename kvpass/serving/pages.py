@@ -81,8 +81,11 @@ def window_of(config: Any, kind: str) -> int:
 
 
 def within(plan: TensorPlan, window: int) -> TensorPlan:
-    """How tokens of ``plan`` are stored where queries see a window, see `window_of`."""
-    return replace(plan.sliding(window - 1), window_size=None) if window else plan
+    """How tokens of ``plan`` are stored where queries see a window, see `window_of`, and each token
+    is stored as if it had a step of its own."""
+    if window:
+        return replace(plan.sliding(window - 1), window_size=None)
+    return replace(plan, retention=plan.retention.of_single_steps())
 
 
 class BlockPages:

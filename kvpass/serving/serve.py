@@ -109,7 +109,7 @@ def _check_plan(plan: LayerPlan, number: int, config: Any, window: int) -> None:
     if reason is not None:
         raise OptionError(
             f"The plan of layer {number} has {reason}; allowed in packed pages: fp, and recipes "
-            "like kivi-4bit, skvq-k2v2 and rotated-2bit."
+            "like kivi-4bit, skvq-k2v2, rotated-2bit and auto with before_rope=False."
         )
 
 
@@ -122,7 +122,7 @@ def _unsupported(plan: TensorPlan) -> str | None:
     if plan.retained:
         return "tokens that a filter retains"
     if plan.grows:
-        return "a ratio of tokens that stay exact"
+        return "a fraction of all tokens that stays exact"
     if plan.sinks and plan.codec.token_group > 1:
         return "sinks before groups of tokens"
     return None

@@ -126,6 +126,8 @@ def test_one_scoring_for_all_budgets():
     assert len(set(falling)) == 3
     alone = kvpass.calibrate(model, auto, texts, progress=False, budget=3)
     assert alone == replace(curve[1].plan, recipe="auto")
+    behind_rope = replace(auto, before_rope=False).candidates(32)
+    assert behind_rope == [r for r in auto.candidates(32) if not r.name.startswith("kvquant")]
     own = [auto.candidates(32)[0], curve[0].plan]
     found = kvpass.score(model, own, texts, progress=False)
     assert found.candidates == (scores.candidates[0], curve[0].plan)

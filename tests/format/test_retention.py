@@ -38,6 +38,18 @@ def test_due_of_kivi(window, pack_every, exact, due):
     assert RetentionPolicy(window, pack_every).due(exact) == due
 
 
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 950), st.integers(0, 5))
+def test_a_pivotal_ratio_is_a_window_where_tokens_come_one_by_one(window, every, ratio, sinks):
+    policy = RetentionPolicy(window, every, sinks, pivotal=ratio / 1000)
+    same, exact, packed = policy.of_single_steps(), 0, 0
+    assert not same.grows
+    for tokens in range(1000):
+        exact += tokens >= sinks
+        due = policy.due(exact, packed)
+        exact, packed = exact - due, packed + due
+        assert same.packed_before(tokens + 1) == (sinks + packed if packed else 0)
+
+
 @given(PLANS, st.integers(0, 2000))
 def test_capacity_is_whole_tiles_at_least_two(plan, tokens):
     capacity = plan.capacity(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,10 @@ from hypothesis import strategies as st
 
 from kvpass import oracle_cache, recipe, serve_packed
 from kvpass.errors import CacheStateError, OptionError
+from kvpass.format.codec import Codec
+from kvpass.format.retention import RetentionPolicy
+from kvpass.format.tensor_plan import TensorPlan
+from kvpass.plan import LayerPlan, Plan
 from kvpass.serving.serve import is_known_version
 from tests.models import prompt, tiny_model
 
@@ -27,12 +31,33 @@ from kvpass.serving.pages import BlockPages, sector_bytes
 
 PAGE = 8
 NEW = 14
+
+
+def mixed(group: int) -> Plan:
+    """What `auto` and KVmix come to: each tensor of each layer stored in its own way, some tokens
+    exact by a ratio."""
+    by_channel, by_token = Codec(2, "channel", group), Codec(4, "token", group)
+    ratio = RetentionPolicy(pack_every=group, pivotal=0.3)
+    layers = {
+        "0": LayerPlan(
+            TensorPlan(by_channel, ratio), TensorPlan(by_token, replace(ratio, pivotal=0.6))
+        ),
+        "1": LayerPlan(
+            TensorPlan(by_token, RetentionPolicy(12, sinks=3)),
+            TensorPlan(replace(by_token, bits=2), RetentionPolicy(12, group, sinks=3)),
+        ),
+    }
+    return Plan(layers=layers)
+
+
 RECIPES = {
     "fp": recipe("fp"),
     "kivi": recipe("kivi-2bit", group=8, residual=16),
     "skvq": recipe("skvq-k2v2", group=8, window=12, clip=False, reorder=False),
     "rotated": recipe("rotated-4bit", group=8, window=12, sinks=0),
+    "mixed": mixed(8),
 }
+
 # Prompts that begin alike, for up to 0, 21, 40 and 49 tokens.
 _TEXT, _OTHER = prompt(1, 60, seed=1)[0].tolist(), prompt(1, 60, seed=2)[0].tolist()
 PROMPTS = [
@@ -47,6 +72,7 @@ KERNELS = {
     "kivi": recipe("kivi-2bit", group=16, residual=16),
     "skvq": recipe("skvq-k2v2", group=16, window=12, clip=False, reorder=False),
     "rotated": recipe("rotated-4bit", group=16, window=12, sinks=0),
+    "mixed": mixed(16),
 }
 
 
@@ -75,7 +101,8 @@ def model(dtype: torch.dtype = torch.float64, family: str = "llama") -> Any:
 def alone(name: str, number: int, recipes: str, family: str) -> list[int]:
     """The answer to a prompt by the oracle, which is given one token at a time."""
     oracle = model(family=family)
-    plan = globals()[recipes][name].plan(oracle.config)
+    found = globals()[recipes][name]
+    plan = found if isinstance(found, Plan) else found.plan(oracle.config)
     cache = oracle_cache(plan, oracle.config, oracle)
     ids, answer = list(PROMPTS[number]), []
     with torch.no_grad():
