@@ -21,6 +21,12 @@ _PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
 @click.option("--pages", type=POSITIVE, help="Of the pool; by default what the memory holds.")
 @click.option("--requests", type=POSITIVE, help="The most that are answered at once.")
 @click.option("--batch-tokens", type=POSITIVE, help="The most that the model reads in a step.")
+@click.option(
+    "--offload",
+    type=click.FloatRange(0.0),
+    default=0.0,
+    help="GiB of the host's memory for requests that wait for room in the pool.",
+)
 @loading
 def serve(
     model: str,
@@ -30,6 +36,7 @@ def serve(
     pages: int | None,
     requests: int | None,
     batch_tokens: int | None,
+    offload: float,
     dtype: str,
     device: str,
 ) -> None:
@@ -49,7 +56,8 @@ def serve(
     from kvpass.serving.server import PackedServer
 
     asked = {
-        "num_blocks": pages, "max_requests_per_batch": requests, "max_batch_tokens": batch_tokens
+        "num_blocks": pages, "max_requests_per_batch": requests, "max_batch_tokens": batch_tokens,
+        "cpu_offload_space": offload,
     }  # fmt: skip
     server = PackedServer(
         model, lambda: load_model(model, dtype, device), planner,

@@ -131,7 +131,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
     def prepare(self, request_id: str, past: int, new: int) -> None:
         """Makes the `Step` of ``new`` tokens behind ``past`` others."""
         table, page_size, total = self.block_table[request_id], self.tokens_per_page, past + new
-        exact = {i: self.exact.page_of[table[i]] for i in self.pages.exact_pages(past)}
+        exact = self.exact_pages_of(request_id, past)
         first = self.pages.packed_before(past - 1) // page_size
         self.lengths[request_id] = total
         kept = []
@@ -142,6 +142,21 @@ class PackedAllocator(FullAttentionCacheAllocator):
         for block in table[first:]:
             self._progress[block] = max(total, self._progress.get(block, 0))
         self.steps[request_id] = Step(past, total, tuple(table), exact, kept)
+
+    def exact_pages_of(self, request_id: str, tokens: int) -> dict[int, int]:
+        """By the numbers of a request's blocks: their pages of those of its first ``tokens`` that
+        are read exactly."""
+        table = self.block_table[request_id]
+        return {i: self.exact.page_of[table[i]] for i in self.pages.exact_pages(tokens)}
+
+    def restore(self, request_id: str, tokens: int, numbers: Sequence[int], exact: Tensor) -> None:
+        """Notes that a request's new blocks hold ``tokens`` again, and gives those of these
+        ``numbers`` back what pages of exact tokens held, ``[layers, 2, n, H, page_size, D]``."""
+        table = self.block_table[request_id]
+        for block in table[: -(-tokens // self.tokens_per_page)]:
+            self._progress[block] = tokens
+        for i, held in zip(numbers, exact.unbind(2), strict=True):
+            self.exact.tokens[:, :, self.exact.take(table[i])] = held
 
     def _kept_pages(self, table: Sequence[int], past: int, total: int) -> Iterator[int]:
         """The pages whose new tokens are kept exact: those attended to so after the step; and for

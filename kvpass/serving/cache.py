@@ -34,9 +34,11 @@ class PackedPagedCache(PagedAttentionCache):
     Attributes:
         allocators: one for each type of layers; all know the same requests.
         io: the inputs of the batch that runs; see `kvpass.serving.manager`.
+        moved: how many requests have been moved to the host's memory; see `kvpass.serving.offload`.
     """
 
     io: Any
+    moved = 0
 
     def __init__(
         self,
@@ -141,6 +143,7 @@ class PackedPagedCache(PagedAttentionCache):
             "computed_tokens_total": ("Tokens that the model has read.", self._computed),
             "shared_tokens_total": ("Tokens of prompts that the pool had.", self._shared),
             "evicted_pages_total": ("Kept pages that made room.", self._evicted),
+            "moved_requests_total": ("Requests moved to the host's memory.", self.moved),
         }
 
     def batch_of(self, layer: int) -> Batch:

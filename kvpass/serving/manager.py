@@ -24,7 +24,8 @@ from kvpass.errors import check, check_choice
 from kvpass.plan import LayerPlan, Plan
 from kvpass.serving.attention import paged_attention
 from kvpass.serving.cache import PackedPagedCache
-from kvpass.serving.pages import aligned
+from kvpass.serving.offload import PackedOffloading
+from kvpass.serving.pages import SLIDING, aligned, layers_by_type
 
 ATTENTION = "kvpass_paged"
 # Tokens of a page, at least, if the user does not say: in longer ones more tokens are exact, too.
@@ -45,7 +46,9 @@ class PackedBatchingManager(ContinuousBatchingManager):
     def __init__(self, plan: Plan, layers: int, model: Any, config: Any, **kwargs: Any) -> None:
         self.plans = [plan.layer_at(i) for i in range(layers)]
         self.asked = None if config is None else config.max_requests_per_batch
-        ready = _ready(config, self.plans)
+        ready = _ready(config, self.plans, model.config.get_text_config())
+        # transformers would pin memory for it, for which there must be a GPU.
+        self._offload_space, ready.cpu_offload_space = ready.cpu_offload_space, 0.0
         super().__init__(model=model, continuous_batching_config=ready, **kwargs)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -84,6 +87,14 @@ class PackedBatchingManager(ContinuousBatchingManager):
             distributed_helper=self.distributed_helper,
         )
         cache.io = processor.inputs_and_outputs
+        processor.offloading_manager = PackedOffloading(
+            cache,
+            processor.scheduler,
+            self._offload_space,
+            config.cpu_offload_space_safety_threshold,
+            processor.inputs_and_outputs.compute_stream,
+            self.distributed_helper,
+        )
         return processor
 
     def make_cache(self, device: torch.device) -> PackedPagedCache:
@@ -110,9 +121,9 @@ def _key_group(plans: Sequence[LayerPlan]) -> int:
 
 
 def _ready(
-    config: ContinuousBatchingConfig | None, plans: Sequence[LayerPlan]
+    config: ContinuousBatchingConfig | None, plans: Sequence[LayerPlan], model_config: Any
 ) -> ContinuousBatchingConfig:
-    """A copy of the user's ``config`` for layers packed by ``plans``.
+    """A copy of the user's ``config`` for the layers of a model, packed by ``plans``.
 
     Raises:
         OptionError: if it asks for what packed pages do not have.
@@ -123,7 +134,10 @@ def _ready(
         ready = copy(config)
     size, group = ready.page_size, _key_group(plans)
     check("page_size", size, size % group == 0, f"multiples of the keys' group of {group} tokens")
-    check("cpu_offload_space", ready.cpu_offload_space, not ready.cpu_offload_space, "0")
+    space = ready.cpu_offload_space
+    check("cpu_offload_space", space, space is None or space >= 0, "0 or more GiB, or None")
+    windows = SLIDING in layers_by_type(model_config)
+    check("cpu_offload_space", space, space == 0 or not windows, "0, where attention has windows")
     for name in ("varlen_compile_config", "decode_compile_config"):
         check(name, getattr(ready, name), getattr(ready, name) is None, "None")
     check(

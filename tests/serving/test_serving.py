@@ -31,6 +31,8 @@ from kvpass.serving.pages import BlockPages, sector_bytes
 
 PAGE = 8
 NEW = 14
+# GiB of the host's memory for requests of these models, or less than their exact tokens take.
+HOST, TOO_LITTLE = 2e-3, 1e-6
 
 
 def mixed(group: int) -> Plan:
@@ -126,6 +128,7 @@ class Server:
     dtype: torch.dtype = torch.float64
     page: int = PAGE
     family: str = "llama"
+    offload: float = 0.0
 
     def __post_init__(self) -> None:
         self.model = model(self.dtype, self.family)
@@ -136,6 +139,7 @@ class Server:
         config = ContinuousBatchingConfig(
             page_size=self.page, num_blocks=self.blocks, max_batch_tokens=self.batch,
             max_requests_per_batch=self.requests, per_request_processors=True,
+            cpu_offload_space=self.offload,
         )  # fmt: skip
         self.manager = self.model.init_continuous_batching(generation, config)
         self.processor = self.manager._create_batch_processor()
@@ -161,6 +165,8 @@ class Server:
         return {output.request_id: output for output in outputs}
 
     def check_empty(self) -> None:
+        host = self.processor.offloading_manager
+        assert (host._exact, host._request_id_to_cpu_blocks) == ({}, {})
         for allocator in self.cache.allocators:
             assert (allocator.lengths, allocator.steps, allocator.block_table) == ({}, {}, {})
             assert allocator._needed() == set()
@@ -198,6 +204,7 @@ def test_each_answer_is_that_of_the_request_alone(
         batch=data.draw(st.integers(5, 70), label="batch"),
         forks=forks,
         family=family,
+        offload=data.draw(st.sampled_from([0.0, HOST]), label="host") if family == "llama" else 0.0,
     )
     wanted = {}
     for i in range(data.draw(st.integers(1, 7), label="arrivals")):
@@ -246,6 +253,28 @@ def test_requests_that_begin_alike_share_blocks(name: str) -> None:
         server.step()
         assert server.cache.allocators[0].steps[f"{number}/after {shared}"].past == shared
     agree(name, server.finish())
+
+
+@pytest.mark.parametrize("name", ["kivi", "mixed"])
+def test_requests_that_lose_their_blocks_go_on_behind_them(name: str) -> None:
+    """In a pool that is too small for all, each token is computed once: requests wait in the host's
+    memory. Without room there they begin anew."""
+    numbers, computed = (0, 5, 0, 3, 0, 4), {}
+    for offload in (0.0, HOST):
+        server = Server(name, blocks=14, requests=5, batch=60, offload=offload)
+        for i, number in enumerate(numbers):
+            server.add(number, f"waits {i}", max_new_tokens=NEW)
+        agree(name, server.finish())
+        usage = server.cache.usage()
+        computed[offload] = sum(usage[f"{x}_tokens_total"][1] for x in ("computed", "shared"))
+        assert (usage["moved_requests_total"][1] > 0) == (offload > 0)
+    assert computed[HOST] == sum(len(PROMPTS[i]) + NEW - 1 for i in numbers) < computed[0.0]
+
+
+def test_host_memory_for_exact_tokens_alone_is_said_to_be_too_little() -> None:
+    with pytest.warns(UserWarning, match="holds no page beside the exact tokens of 5 requests"):
+        server = Server("kivi", blocks=14, requests=5, offload=TOO_LITTLE)
+    server.finish()
 
 
 def test_forks_share_full_blocks_and_copy_the_last() -> None:
@@ -386,7 +415,10 @@ def test_refuses_models_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     ("option", "message"),
     [
         ({"page_size": 20}, "page_size=20 is not supported; allowed: multiples of the keys' group"),
-        ({"cpu_offload_space": 1.0}, "cpu_offload_space=1.0 is not supported"),
+        (
+            {"cpu_offload_space": -1.0},
+            r"cpu_offload_space=-1\.0 is not supported; allowed: 0 or more",
+        ),
         ({"use_async_batching": True}, "use_async_batching=True is not supported; allowed: None"),
         ({"default_compile_level": 1}, "default_compile_level=1 is not supported"),
     ],

@@ -1,0 +1,117 @@
+"""`PackedOffloading`: requests that wait for room in the host's memory, packed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache_allocators import CachePool
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+
+from kvpass.serving.cache import PackedPagedCache
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """What a request's last ``tokens`` need of exact pages: their numbers, and what they hold."""
+
+    tokens: int
+    numbers: Sequence[int]
+    held: Tensor
+
+
+class PackedOffloading(OffloadingManager):
+    """transformers' manager of requests that lose their blocks, for blocks of full attention.
+
+    As many as have room in the host's memory are moved there as they are, with their exact tokens;
+    others begin anew.
+    """
+
+    def __init__(
+        self,
+        cache: PackedPagedCache,
+        scheduler: Any,
+        space: float | None,
+        safety_threshold: float,
+        stream: Any,
+        distributed_helper: Any,
+    ) -> None:
+        """
+        Args:
+            space: GiB of the host's memory, exact tokens included; None: `safety_threshold` of it.
+            stream: what moves is in order with all else that is done there.
+        """
+        # Without memory: transformers pins it, for which there must be a GPU.
+        super().__init__(cache, scheduler, 0.0, 1.0, stream, distributed_helper)
+        self._allocator = cache.allocators[0]
+        # By request: the pages of those that may be moved, and what those have that were.
+        self._pages: dict[str, tuple[int, Mapping[int, int]]] = {}
+        self._exact: dict[str, _Exact] = {}
+        if space == 0:
+            return
+        exact = self._allocator.exact.tokens.nbytes
+        sectors = self._compute_num_cpu_sectors(space, safety_threshold)
+        sectors -= -(-exact // cache.bytes_per_sector)
+        if sectors < 1:
+            warnings.warn(
+                f"kvpass: cpu_offload_space={space} holds no page beside the exact tokens of "
+                f"{self._allocator.most_requests:,} requests ({exact / 2**30:.3g} GiB): no request "
+                "is moved to the host's memory.",
+                stacklevel=2,
+            )
+            return
+        self._num_cpu_sectors = sectors
+        self._cpu_tensor = torch.empty(
+            sectors * cache.bytes_per_sector,
+            dtype=torch.uint8,
+            pin_memory=cache.device.type != "cpu",
+        )
+        self._cpu_pool = CachePool(sectors, len(cache.allocators), num_reserved_sectors=0)
+        for name, allocator in cache.cache_allocators.items():
+            self._cpu_pool.set_blocks_per_sector(allocator.index, allocator.blocks_per_sector)
+            self._cpu_views[name] = self._cpu_tensor.view(-1, allocator.bytes_per_block)
+
+    def offload_requests(self) -> bool:
+        """Takes blocks from requests until others have room; whether any has more now."""
+        allocator, waiting = self._allocator, self.scheduler.starved_requests
+        lengths = {s.request_id: allocator.lengths[s.request_id] for s, _ in waiting}
+        self._pages = {x: (n, allocator.exact_pages_of(x, n)) for x, n in lengths.items()}
+        return bool(super().offload_requests())
+
+    def _offload_to_cpu(
+        self, victims: list[Any], victim_block_tables: dict[str, dict[str, list[int]]]
+    ) -> set[str]:
+        """Moves what fits of requests whose blocks are free by now, but not written to again."""
+        room = self._allocator.most_requests - len(self._exact)
+        moved: set[str] = super()._offload_to_cpu(victims[:room], victim_block_tables)
+        for name in moved:
+            tokens, pages = self._pages[name]
+            with self._stream_ctx():
+                held = self._allocator.exact.tokens[:, :, list(pages.values())].cpu()
+            self._exact[name] = _Exact(tokens, list(pages), held)
+        self.cache.moved += len(moved)
+        return moved
+
+    def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
+        """Moves the requests of a batch back, which have new blocks."""
+        states = [x.state for x in requests_in_batch]
+        names = [state.request_id for state in states if state.is_cpu_offloaded]
+        super().restore_scheduled_requests(requests_in_batch)
+        for name in names:
+            exact = self._exact.pop(name)
+            with self._stream_ctx():
+                self._allocator.restore(name, exact.tokens, exact.numbers, exact.held)
+
+    def free_request_cpu_cache(self, state: Any) -> None:
+        """Forgets what the host holds of a request, if it does."""
+        self._exact.pop(state.request_id, None)
+        super().free_request_cpu_cache(state)
+
+    def reset(self) -> None:
+        """Forgets all requests."""
+        super().reset()
+        self._exact.clear()
