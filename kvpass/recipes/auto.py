@@ -112,10 +112,10 @@ class Auto(CalibratedRecipe):
         # KIVI packs the window's tokens at once, in whole groups.
         groups = [g for g in (group // 2, group) if self.window and self.window % g == 0]
         same: dict[str, Any] = {"window": self.window, "sinks": self.sinks}
-        outliers = (0.0, 0.01) if self.before_rope else ()
+        kvquant = [Kvquant(b, outliers, **same) for b in (2, 3, 4) for outliers in (0.0, 0.01)]
         return [
             *(Kivi(b, g, self.window) for b in (2, 4) for g in groups),
             *(Skvq(b, b, group, **same) for b in (2, 3, 4)),
             *(Rotated(b, b, "token", None, "eigen", "eigen", clip=True, **same) for b in (2, 3, 4)),
-            *(Kvquant(b, share, **same) for b in (2, 3, 4) for share in outliers),
+            *(kvquant if self.before_rope else ()),
         ]

@@ -149,13 +149,13 @@ class PackedAllocator(FullAttentionCacheAllocator):
         table = self.block_table[request_id]
         return {i: self.exact.page_of[table[i]] for i in self.pages.exact_pages(tokens)}
 
-    def restore(self, request_id: str, tokens: int, numbers: Sequence[int], exact: Tensor) -> None:
-        """Notes that a request's new blocks hold ``tokens`` again, and gives those of these
-        ``numbers`` back what pages of exact tokens held, ``[layers, 2, n, H, page_size, D]``."""
-        table = self.block_table[request_id]
+    def restore(self, request_id: str, exact: Tensor) -> None:
+        """Notes that a request's new blocks hold its tokens again, and gives it pages of those that
+        are read exactly, which held this: ``[layers, 2, n, H, page_size, D]``."""
+        table, tokens = self.block_table[request_id], self.lengths[request_id]
         for block in table[: -(-tokens // self.tokens_per_page)]:
             self._progress[block] = tokens
-        for i, held in zip(numbers, exact.unbind(2), strict=True):
+        for i, held in zip(self.pages.exact_pages(tokens), exact.unbind(2), strict=True):
             self.exact.tokens[:, :, self.exact.take(table[i])] = held
 
     def _kept_pages(self, table: Sequence[int], past: int, total: int) -> Iterator[int]:

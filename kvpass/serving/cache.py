@@ -38,7 +38,6 @@ class PackedPagedCache(PagedAttentionCache):
     """
 
     io: Any
-    moved = 0
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class PackedPagedCache(PagedAttentionCache):
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self._batches: dict[int, Batch] = {}
-        self._computed = self._shared = self._evicted = 0
+        self._computed = self._shared = self._evicted = self.moved = 0
         self.max_blocks_per_request = self.max_decode_fast_path_length = 0
         self.read_cache_limit = None
         heads, dim = find_num_key_value_heads(config), find_head_dim(config)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +11,6 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from kvpass.serving.cache import PackedPagedCache
-
-
-@dataclass(frozen=True)
-class _Exact:
-    """What a request's last ``tokens`` need of exact pages: their numbers, and what they hold."""
-
-    tokens: int
-    numbers: Sequence[int]
-    held: Tensor
 
 
 class PackedOffloading(OffloadingManager):
@@ -48,9 +37,9 @@ class PackedOffloading(OffloadingManager):
         # Without memory: transformers pins it, for which there must be a GPU.
         super().__init__(cache, scheduler, 0.0, 1.0, stream, distributed_helper)
         self._allocator = cache.allocators[0]
-        # By request: the pages of those that may be moved, and what those have that were.
-        self._pages: dict[str, tuple[int, Mapping[int, int]]] = {}
-        self._exact: dict[str, _Exact] = {}
+        # By request: the exact pages of those that may be moved, and what those of moved ones held.
+        self._pages: dict[str, list[int]] = {}
+        self._exact: dict[str, Tensor] = {}
         if space == 0:
             return
         exact = self._allocator.exact.tokens.nbytes
@@ -77,10 +66,14 @@ class PackedOffloading(OffloadingManager):
 
     def offload_requests(self) -> bool:
         """Takes blocks from requests until others have room; whether any has more now."""
-        allocator, waiting = self._allocator, self.scheduler.starved_requests
-        lengths = {s.request_id: allocator.lengths[s.request_id] for s, _ in waiting}
-        self._pages = {x: (n, allocator.exact_pages_of(x, n)) for x, n in lengths.items()}
+        if self._cpu_pool is not None:
+            names = [state.request_id for state, _ in self.scheduler.starved_requests]
+            self._pages = {name: self._exact_pages_of(name) for name in names}
         return bool(super().offload_requests())
+
+    def _exact_pages_of(self, name: str) -> list[int]:
+        pages = self._allocator.exact_pages_of(name, self._allocator.lengths[name])
+        return list(pages.values())
 
     def _offload_to_cpu(
         self, victims: list[Any], victim_block_tables: dict[str, dict[str, list[int]]]
@@ -89,10 +82,8 @@ class PackedOffloading(OffloadingManager):
         room = self._allocator.most_requests - len(self._exact)
         moved: set[str] = super()._offload_to_cpu(victims[:room], victim_block_tables)
         for name in moved:
-            tokens, pages = self._pages[name]
             with self._stream_ctx():
-                held = self._allocator.exact.tokens[:, :, list(pages.values())].cpu()
-            self._exact[name] = _Exact(tokens, list(pages), held)
+                self._exact[name] = self._allocator.exact.tokens[:, :, self._pages[name]].cpu()
         self.cache.moved += len(moved)
         return moved
 
@@ -102,9 +93,8 @@ class PackedOffloading(OffloadingManager):
         names = [state.request_id for state in states if state.is_cpu_offloaded]
         super().restore_scheduled_requests(requests_in_batch)
         for name in names:
-            exact = self._exact.pop(name)
             with self._stream_ctx():
-                self._allocator.restore(name, exact.tokens, exact.numbers, exact.held)
+                self._allocator.restore(name, self._exact.pop(name))
 
     def free_request_cpu_cache(self, state: Any) -> None:
         """Forgets what the host holds of a request, if it does."""

@@ -98,24 +98,16 @@ template <class Vector> inline Vector select(Ints condition, Vector yes, Vector 
 }
 // The second argument if one of them is NaN, which is what instructions for this do; of the plain
 // form compilers make two.
-inline Floats maximum(Floats a, Floats b) {
 #if KVPASS_LANES == 16 && defined(__AVX512F__)
-  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+inline Floats maximum(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Floats minimum(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 #elif KVPASS_LANES == 8 && defined(__AVX2__)
-  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+inline Floats maximum(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+inline Floats minimum(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
 #else
-  return a > b ? a : b;
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 #endif
-}
-inline Floats minimum(Floats a, Floats b) {
-#if KVPASS_LANES == 16 && defined(__AVX512F__)
-  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
-#elif KVPASS_LANES == 8 && defined(__AVX2__)
-  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-  return a < b ? a : b;
-#endif
-}
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
 #if defined(__clang__)
