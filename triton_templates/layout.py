@@ -5,7 +5,9 @@
 every plane of its tokens. Codes of 3 bits have their low two in ``D / 8`` such words, and their
 high ones, planes of one bit, in ``D / 16`` *high words* behind them: the high bits of channel plane
 ``j`` are planes ``2*j``, for the first half of its words, and ``2*j + 1``. Codes of three values
-may be digits of base 3 instead, five in a byte: ten planes, the last of which may be shorter.
+may be digits of base 3 instead, five in a byte: ten planes, the last of which may be shorter. So
+may the last of eleven planes, where 32 bits hold as many codes of 3 bits, whose upper halves are
+the high words.
 """
 
 from __future__ import annotations
@@ -21,6 +23,11 @@ from typing import Literal
 CAPACITY_TILE = 128
 # Bits of a half's mantissa: so many bits of a word are exact as a subnormal number.
 _MANTISSA = 10
+# Of 11 codes in 32 bits: the shift in the lower or, from plane 6 on, the upper half, and the code's
+# lowest bit after it. Plane 5 has bits in both.
+_PACK11 = (
+    (0, 0), (0, 3), (0, 6), (9, 0), (9, 3), (15, 0), (2, 0), (2, 3), (2, 6), (11, 0), (14, 0),
+)  # fmt: skip
 # The narrowest operand of a tensor-core product of half-precision numbers.
 MIN_LANES = 16
 # Fewer words than this in a block would leave most lanes of a tensor-core product unused.
@@ -84,6 +91,7 @@ class Layout:
             are read, and whether pairs are neighbours; else they are a half apart.
         state: the names of the tensors that kernels get, in their order.
         extras: names and counts of what is stored of each token beside words and qparams.
+        pack11: codes of 3 bits are 11 in 32 bits; the last is 3 at most.
         segment: number and count, where the tokens are one of several segments of a sequence, each
             with a number of tokens of its own side by side; nothing else is exact or packed.
         by_halves: blocks lie in the first or the second half of the words, see `for_encoding`.
@@ -110,6 +118,7 @@ class Layout:
     base3: bool = False
     ratio: tuple[int, int] | None = None
     pivotal: bool = False
+    pack11: bool = False
     by_halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
@@ -120,6 +129,7 @@ class Layout:
         bits = 1.5 if self.ternary_in_2bit or self.base3 else self.bits
         text = f"{segment}{kind}{bits}.{self.axis}{self.group * self.heads_per_group}"
         text += ".ternary_in_2bit" * self.ternary_in_2bit + ".fp8" * (self.qparams == "fp8")
+        text += ".pack11" * self.pack11
         text += f".outliers{self.outliers}" * (self.outliers > 0)
         return text + " before their rotary embedding" * (self.rope is not None)
 
@@ -170,17 +180,24 @@ class Layout:
     @property
     def plane_bits(self) -> int:
         """Bits of a code in a channel plane."""
-        return 2 if self.bits == 3 else self.bits
+        return 2 if self.bits == 3 and not self.pack11 else self.bits
 
     @property
     def planes(self) -> int:
         """Channel planes."""
-        return 10 if self.base3 else 16 // self.plane_bits
+        return 10 if self.base3 else 11 if self.pack11 else 16 // self.plane_bits
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last channel plane may be shorter than the others."""
+        return self.base3 or self.pack11
 
     @property
     def words(self) -> int:
         """16-bit words that hold one token's codes."""
-        return self.plane_words if self.base3 else self.head_dim * self.bits // 16
+        if self.ragged:
+            return self.plane_words * (2 if self.pack11 else 1)
+        return self.head_dim * self.bits // 16
 
     @property
     def plane_words(self) -> int:
@@ -189,13 +206,14 @@ class Layout:
 
     @property
     def high_words(self) -> int:
-        """`words` that hold the high bits of codes of 3 bits; 0 for other codes."""
+        """`words` that hold the high bits of codes of 3 bits, or with `pack11` the upper halves; 0
+        for other codes."""
         return self.words - self.plane_words
 
     @property
     def for_encoding(self) -> Layout:
         """The layout in blocks whose high bits lie in the same lanes of one plane of high words."""
-        return replace(self, by_halves=self.bits == 3)
+        return replace(self, by_halves=self.bits == 3 and not self.pack11)
 
     @property
     def row(self) -> int:
@@ -213,7 +231,7 @@ class Layout:
     @property
     def width(self) -> int:
         """Words of a block: whole rows, or what also divides the groups of channels."""
-        whole_rows = self.identity or self.by_channel or self.lanewise or self.base3
+        whole_rows = self.identity or self.by_channel or self.lanewise or self.ragged
         return self.row if whole_rows else math.gcd(self.group, self.row)
 
     @property
@@ -221,7 +239,7 @@ class Layout:
         """Whether each lane has its own scale: blocks in one group of a token's channels would be
         too short, so that they are whole rows."""
         short = self.group > 0 and math.gcd(self.group, self.row) < _MIN_BLOCK
-        if self.base3:
+        if self.ragged:
             short = self.groups > 1
         return not self.identity and self.axis == "token" and short
 
@@ -270,12 +288,17 @@ class Layout:
         made: list[Block] = []
         for chunk in range(self.chunks):
             for plane in range(self.planes):
+                channel = plane * self.plane_words + chunk * self.width
+                if channel >= self.head_dim and self.pack11:
+                    continue
                 shift = plane // per_shift * per_shift * bits
                 # Digits of base 3 come as numbers.
                 position = 24 if self.base3 else plane * bits - shift
-                channel = plane * self.plane_words + chunk * self.width
+                if self.pack11:
+                    shift, position = _PACK11[plane]
                 group = 0 if self.by_channel or self.lanewise else channel // self.group
-                mask = ((1 << bits) - 1) << position
+                last = self.pack11 and plane == self.planes - 1
+                mask = ((1 << (2 if last else bits)) - 1) << position
                 width = min(self.width, self.head_dim - channel)
                 made.append(
                     Block(len(made), plane, chunk, channel, shift, mask, position, group, width)
@@ -323,7 +346,10 @@ class Layout:
             if self.by_channel or self.lanewise:
                 return f"base 3 of {self} at head_dim {self.head_dim} is not one group of channels"
             return None
-        if self.head_dim * self.bits % 16:
+        if self.pack11:
+            if self.dequant_first:
+                return f"{self} is not supported where keys or values are decoded"
+        elif self.head_dim * self.bits % 16:
             return f"head_dim {self.head_dim} at {self.bits} bits does not fill whole 16-bit words"
         group = self.group
         if self.by_channel and not self.static_ranges:
@@ -333,7 +359,7 @@ class Layout:
             return f"a codebook is written in groups of whole heads, not of {group} channels"
         elif not self.static_ranges and self.head_dim % group:
             return f"group {group} does not divide head_dim {self.head_dim}"
-        if self.plane_words < _MIN_BLOCK:
+        if self.plane_words < _MIN_BLOCK and not self.pack11:
             return (
                 f"{self} at head_dim {self.head_dim} has {self.plane_words} words a token; the "
                 f"kernels need {_MIN_BLOCK}"

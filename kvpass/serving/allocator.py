@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -143,6 +144,15 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self._progress[block] = max(total, self._progress.get(block, 0))
         self.steps[request_id] = Step(past, total, tuple(table), exact, kept)
 
+    def give_back(self, request_id: str, past: int) -> None:
+        """Takes back the blocks that no step behind ``past`` tokens looks at: here, none."""
+
+    @contextmanager
+    def only_held(self, request_ids: Sequence[str]) -> Iterator[None]:
+        """Within it the tables of requests lack the blocks given back, which are their first ones:
+        here, none."""
+        yield
+
     def exact_pages_of(self, request_id: str, tokens: int) -> dict[int, int]:
         """By the numbers of a request's blocks: their pages of those of its first ``tokens`` that
         are read exactly."""
@@ -153,7 +163,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         """Notes that a request's new blocks hold its tokens again, and gives it pages of those that
         are read exactly, which held this: ``[layers, 2, n, H, page_size, D]``."""
         table, tokens = self.block_table[request_id], self.lengths[request_id]
-        for block in table[: -(-tokens // self.tokens_per_page)]:
+        for block in table[self.pages.first_page(tokens) : -(-tokens // self.tokens_per_page)]:
             self._progress[block] = tokens
         for i, held in zip(self.pages.exact_pages(tokens), exact.unbind(2), strict=True):
             self.exact.tokens[:, :, self.exact.take(table[i])] = held

@@ -25,7 +25,7 @@ from kvpass.plan import LayerPlan, Plan
 from kvpass.serving.attention import paged_attention
 from kvpass.serving.cache import PackedPagedCache
 from kvpass.serving.offload import PackedOffloading
-from kvpass.serving.pages import SLIDING, aligned, layers_by_type
+from kvpass.serving.pages import aligned
 
 ATTENTION = "kvpass_paged"
 # Tokens of a page, at least, if the user does not say: in longer ones more tokens are exact, too.
@@ -46,7 +46,7 @@ class PackedBatchingManager(ContinuousBatchingManager):
     def __init__(self, plan: Plan, layers: int, model: Any, config: Any, **kwargs: Any) -> None:
         self.plans = [plan.layer_at(i) for i in range(layers)]
         self.asked = None if config is None else config.max_requests_per_batch
-        ready = _ready(config, self.plans, model.config.get_text_config())
+        ready = _ready(config, self.plans)
         # transformers would pin memory for it, for which there must be a GPU.
         self._offload_space, ready.cpu_offload_space = ready.cpu_offload_space, 0.0
         super().__init__(model=model, continuous_batching_config=ready, **kwargs)
@@ -121,9 +121,9 @@ def _key_group(plans: Sequence[LayerPlan]) -> int:
 
 
 def _ready(
-    config: ContinuousBatchingConfig | None, plans: Sequence[LayerPlan], model_config: Any
+    config: ContinuousBatchingConfig | None, plans: Sequence[LayerPlan]
 ) -> ContinuousBatchingConfig:
-    """A copy of the user's ``config`` for the layers of a model, packed by ``plans``.
+    """A copy of the user's ``config`` for layers packed by ``plans``.
 
     Raises:
         OptionError: if it asks for what packed pages do not have.
@@ -136,8 +136,6 @@ def _ready(
     check("page_size", size, size % group == 0, f"multiples of the keys' group of {group} tokens")
     space = ready.cpu_offload_space
     check("cpu_offload_space", space, space is None or space >= 0, "0 or more GiB, or None")
-    windows = SLIDING in layers_by_type(model_config)
-    check("cpu_offload_space", space, space == 0 or not windows, "0, where attention has windows")
     for name in ("varlen_compile_config", "decode_compile_config"):
         check(name, getattr(ready, name), getattr(ready, name) is None, "None")
     check(

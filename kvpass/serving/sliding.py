@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from kvpass.serving.allocator import PackedAllocator
 from kvpass.serving.pages import SLIDING
 
@@ -21,8 +24,23 @@ class SlidingAllocator(PackedAllocator):
 
     def needs_new_sectors(self, request_id: str, past_length: int, query_length: int) -> int:
         """See `PackedAllocator.needs_new_sectors`, without blocks that are of no use any more."""
-        self._give_back(request_id, past_length)
+        self.give_back(request_id, past_length)
         return super().needs_new_sectors(request_id, past_length, query_length)
+
+    def _compute_blocks_needed(
+        self, allocated_blocks: int, past_length: int, query_length: int
+    ) -> int:
+        """The blocks for more tokens, of a request that comes back without those of no use."""
+        owned = allocated_blocks or self.pages.first_page(past_length)
+        return int(super()._compute_blocks_needed(owned, past_length, query_length))
+
+    def allocate_cache_to_request(
+        self, request_id: str, past_length: int, query_length: int
+    ) -> None:
+        """See `PackedAllocator.allocate_cache_to_request`."""
+        gone = [_GONE] * self.pages.first_page(past_length)
+        self.block_table.setdefault(request_id, gone)
+        super().allocate_cache_to_request(request_id, past_length, query_length)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """See `PackedAllocator.free_blocks`."""
@@ -38,18 +56,26 @@ class SlidingAllocator(PackedAllocator):
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
         """See `PackedAllocator.fork_blocks`."""
-        source = self.block_table[source_request_id]
-        gone = source.count(_GONE)
-        self.block_table[source_request_id] = source[gone:]
-        found = super().fork_blocks(source_request_id, dest_request_id, past_length)
-        self.block_table[source_request_id] = source
+        gone = self.block_table[source_request_id].count(_GONE)
+        with self.only_held([source_request_id]):
+            found = super().fork_blocks(source_request_id, dest_request_id, past_length)
         self.block_table[dest_request_id][:0] = [_GONE] * gone
         return found
+
+    @contextmanager
+    def only_held(self, request_ids: Sequence[str]) -> Iterator[None]:
+        """See `PackedAllocator.only_held`."""
+        tables = {name: self.block_table[name] for name in request_ids}
+        self.block_table.update({name: self._held(name) for name in request_ids})
+        try:
+            yield
+        finally:
+            self.block_table.update(tables)
 
     def _held(self, request_id: str) -> list[int]:
         return [block for block in self.block_table[request_id] if block != _GONE]
 
-    def _give_back(self, request_id: str, past: int) -> None:
+    def give_back(self, request_id: str, past: int) -> None:
         """Takes back what no step behind ``past`` tokens looks at."""
         table = self.block_table.get(request_id, [])
         first, gone = min(self.pages.first_page(past), len(table)), table.count(_GONE)

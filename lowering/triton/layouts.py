@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -41,13 +42,13 @@ def layout_of(plan: str, head_dim: int) -> Layout:
     heads_per_group = codec.groups.heads_per_group(head_dim)
     base3 = codec.bits == 1.5 and not codec.ternary_in_2bit
     return Layout(
-        head_dim, 2 if base3 else int(codec.words.bits), codec.axis,
+        head_dim, 2 if base3 else math.ceil(codec.words.bits), codec.axis,
         codec.group if heads_per_group == 1 else head_dim, p.ring, sliding, p.sinks,
         codec.qparams, codec.ternary_in_2bit, codec.static_ranges, heads_per_group, codec.outliers,
         codec.decoded_codebook or (), codec.midpoints,
         None if p.rope is None else (p.rope.start, p.rope.stop, p.rope.kind == "neighbours"),
         p.layout.names,
-        tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3,
+        tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3, pack11=codec.pack11,
         ratio=p.retention.ratio if p.grows else None, pivotal=p.retention.pivotal > 0,
     )  # fmt: skip
 
@@ -139,8 +140,6 @@ def unsupported_codec(plan: str) -> str | None:
         return reason
     if codec.half_split:
         return f"the half-split groups of {codec} are not supported"
-    if codec.pack11:
-        return f"11 codes in 32 bits of {codec} are not supported"
     return None
 
 

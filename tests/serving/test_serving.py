@@ -204,7 +204,7 @@ def test_each_answer_is_that_of_the_request_alone(
         batch=data.draw(st.integers(5, 70), label="batch"),
         forks=forks,
         family=family,
-        offload=data.draw(st.sampled_from([0.0, HOST]), label="host") if family == "llama" else 0.0,
+        offload=data.draw(st.sampled_from([0.0, HOST]), label="host"),
     )
     wanted = {}
     for i in range(data.draw(st.integers(1, 7), label="arrivals")):
@@ -255,16 +255,18 @@ def test_requests_that_begin_alike_share_blocks(name: str) -> None:
     agree(name, server.finish())
 
 
-@pytest.mark.parametrize("name", ["kivi", "mixed"])
-def test_requests_that_lose_their_blocks_go_on_behind_them(name: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "kivi"), ("llama", "mixed"), ("gemma2", "skvq")]
+)
+def test_requests_that_lose_their_blocks_go_on_behind_them(family: str, name: str) -> None:
     """In a pool that is too small for all, each token is computed once: requests wait in the host's
     memory. Without room there they begin anew."""
     numbers, computed = (0, 5, 0, 3, 0, 4), {}
     for offload in (0.0, HOST):
-        server = Server(name, blocks=14, requests=5, batch=60, offload=offload)
+        server = Server(name, blocks=14, requests=5, batch=60, offload=offload, family=family)
         for i, number in enumerate(numbers):
             server.add(number, f"waits {i}", max_new_tokens=NEW)
-        agree(name, server.finish())
+        agree(name, server.finish(), family=family)
         usage = server.cache.usage()
         computed[offload] = sum(usage[f"{x}_tokens_total"][1] for x in ("computed", "shared"))
         assert (usage["moved_requests_total"][1] > 0) == (offload > 0)

@@ -139,6 +139,8 @@ FORMATS = [
     ("int1.5.token64", "int1.5.token160", 64, 160, 1),
     ("int3.channel32", "int3.token32", 128, 128, 4),
     ("int3.token64", "int3.token16", 64, 96, 12),
+    ("int3.channel32.pack11", "int3.token32.pack11", 128, 128, 4),
+    ("int3.channel16.pack11", "int3.token64.fp8.pack11", 80, 64, 3),
     ("int1.channel64", "int1.token128", 128, 128, 8),
     ("int4.channel32.fp8", "int4.token16.fp8", 80, 80, 2),
 ]

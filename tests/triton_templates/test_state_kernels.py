@@ -59,6 +59,8 @@ def test_pack(plan, tokens):
     (128, "int1.5.token128.fp8"), (64, "int1.5.token64"), (160, "int1.5.token160"),
     (128, "int1.channel32"), (128, "int1.token128.fp8"), (128, "int3.token128"),
     (80, "int3.token40"), (96, "int3.channel16"),
+    # 11 in 32 bits: one plane is empty, the last one shorter.
+    (80, "int3.token40.pack11"), (128, "int3.channel32.pack11"), (64, "int3.token64.fp8.pack11"),
 ])  # fmt: skip
 def test_head_dims(dim, codec):
     """Among them groups of channels that divide no run of words."""
