@@ -48,8 +48,9 @@ def layout_of(plan: str, head_dim: int) -> Layout:
         codec.decoded_codebook or (), codec.midpoints,
         None if p.rope is None else (p.rope.start, p.rope.stop, p.rope.kind == "neighbours"),
         p.layout.names,
-        tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3, pack11=codec.pack11,
+        tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3,
         ratio=p.retention.ratio if p.grows else None, pivotal=p.retention.pivotal > 0,
+        pack11=codec.pack11,
     )  # fmt: skip
 
 

@@ -113,11 +113,7 @@ def test_what_no_kernel_rotates_is_rotated_before(plan, dtype, provider, reason)
             "base 3 of int1.5.token32 at head_dim 64 is not one group of channels",
             "the groups of keys int1.5.token32/window=0,pack_every=1 are too short at head_dim 64",
         ),
-        (
-            "int3.token64.pack11/window=0,pack_every=1",
-            "11 codes in 32 bits of int3.token64.pack11 are not supported",
-            "11 codes in 32 bits of int3.token64.pack11 are not supported",
-        ),
+        ("int3.token64.pack11/window=0,pack_every=1", None, None),
         ("int2.token64/window=0,pack_every=1,pivotal=0.1", None, None),
         (
             "int2.token64.outliers2/window=0,pack_every=1,pivotal=0.1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 
 import jinja2
@@ -18,7 +19,7 @@ HEADER = """\
 #   layout = Layout(head_dim=64, bits=4, axis='channel', group=32, ring=143, sliding=False, \
 sinks=0, qparams='half', ternary_in_2bit=False, static_ranges=False, heads_per_group=1, \
 outliers=0, codebook=(), midpoints=(), rope=None, segment=None, base3=False, ratio=None, \
-pivotal=False)
+pivotal=False, pack11=False)
 #   rope = None
 #   basis = None
 #   clip_each = False
@@ -105,16 +106,9 @@ def test_planes_in_base_3():
 def test_quotients_by_the_gpu_are_exact():
     """Every byte, in both words of a pair, by instructions that the interpreter does not run."""
     layout = Layout(128, 2, "token", 128, 40, base3=True)
-    module = ast.parse(render("unpack", layout=layout))
-    (function,) = (x for x in module.body if getattr(x, "name", "") == "quotients_as_half")
-    (branch,) = (x for x in function.body if isinstance(x, ast.If))
     digits = np.arange(243)
     for plane in range(10):
-        known = {"PLANE": plane, "DIGIT": plane % 5}
-        *named, returned = branch.body
-        for line in named:
-            known[line.target.id] = eval(ast.unparse(line.value), {}, known)
-        text = eval(ast.unparse(returned.value.args[0]), {}, known)
+        text = assembly(layout, "quotients_as_half", PLANE=plane, DIGIT=plane % 5)
         # The other bytes of the words are noise.
         noise = 0x5A00 if plane < 5 else 0x5A
         low, high = (x << (8 if plane >= 5 else 0) | noise for x in (digits, digits[::-1]))
@@ -124,9 +118,43 @@ def test_quotients_by_the_gpu_are_exact():
         assert (halves[:, 1] == digits[::-1] // 3 ** (plane % 5)).all()
 
 
-def run_ptx(text, words):
-    """The few instructions of `test_quotients_by_the_gpu_are_exact`, on arrays of 32 bits."""
-    values = {"$1": words}
+def test_11_codes_in_32_bits_by_the_gpu_are_exact():
+    """Each in its place, of two words at a time."""
+    layout = Layout(128, 3, "channel", 32, 40, pack11=True)
+    both = np.random.default_rng(0).integers(0, 1 << 32, (2, 100), np.uint64).astype(np.uint32)
+    lower, upper = (both & 0xFFFF, both >> 16)
+    lower, upper = (half[1] << 16 | half[0] for half in (lower, upper))
+    for b in layout.blocks:
+        if b.plane == 5:
+            got = run_ptx(assembly(layout, "across_as_half"), lower, upper)
+        else:
+            text = assembly(layout, "codes_as_half", SHIFT=b.shift, MASK=b.mask)
+            got = run_ptx(text, lower if b.plane < 5 else upper)
+        codes = got.view(np.uint16).reshape(-1, 2).T >> b.position
+        assert (codes == both >> 3 * b.plane & (3 if b.plane == 10 else 7)).all()
+
+
+def assembly(layout, name, **constants):
+    """The instructions of a function of ``unpack``."""
+    module = ast.parse(render("unpack", layout=layout))
+    (function,) = (x for x in module.body if getattr(x, "name", "") == name)
+    (branch,) = (x for x in function.body if isinstance(x, ast.If))
+    *named, returned = branch.body
+    for line in named:
+        constants[line.target.id] = eval(ast.unparse(line.value), {}, constants)
+    return eval(ast.unparse(returned.value.args[0]), {}, constants)
+
+
+BITWISE = {
+    "shr.b32": operator.rshift, "shl.b32": operator.lshift, "and.b32": operator.and_,
+    "or.b32": operator.or_,
+}  # fmt: skip
+
+
+def run_ptx(text, *inputs):
+    """The few instructions of the tests above, on arrays of 32 bits."""
+    values = {f"${i}": x for i, x in enumerate(inputs, 1)}
+    words = inputs[0]
 
     def value(name):
         return values[name] if name in values else np.uint32(int(name, 0))
@@ -142,8 +170,8 @@ def run_ptx(text, words):
         out, *inputs = operands.split(", ")
         if name == "mov.b32":
             values[out] = value(inputs[0])
-        elif name == "shr.b32":
-            values[out] = value(inputs[0]) >> value(inputs[1])
+        elif name in BITWISE:
+            values[out] = BITWISE[name](value(inputs[0]), value(inputs[1]))
         elif name == "lop3.b32":
             assert inputs[3] == "0xEA"
             values[out] = value(inputs[0]) & value(inputs[1]) | value(inputs[2])
