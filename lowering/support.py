@@ -88,12 +88,6 @@ def unsupported_extras(codec: Codec, *known: str) -> str | None:
     return next((f"{name.replace('_', ' ')} are not supported" for name in extras), None)
 
 
-def unsupported_filter(plan: str) -> str | None:
-    """Why no kernel filters tokens as this plan does, or None."""
-    p = parse_plan(plan)
-    return f"filter '{p.retention.filter}' is not supported" if p.retained else None
-
-
 def unsupported_groups(codec: Codec, head_dim: int | None = None) -> str | None:
     """Why no kernel works on the groups of a codec, or None."""
     if codec.sizes is not None:
@@ -134,6 +128,8 @@ def unsupported_window(a: PagedArguments) -> str | None:
 
 def unsupported_pages(pages: Sequence[Tensor], plan: str) -> str | None:
     """Why no kernel can address the tensors of a `kvpass.ops.pages.Pages`, or None."""
+    if parse_plan(plan).retained:
+        return f"{plan} has retained tokens, which are in no pages"
     *stored, exact, new = pages
     names = [field.name for field in parse_plan(plan).layout.encoded()]
     # Of each field one page is dense, and all have the same bytes between pages.

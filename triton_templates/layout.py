@@ -92,6 +92,7 @@ class Layout:
         state: the names of the tensors that kernels get, in their order.
         extras: names and counts of what is stored of each token beside words and qparams.
         pack11: codes of 3 bits are 11 in 32 bits; the last is 3 at most.
+        retained: number of the tokens of each head that a filter retains, and its name.
         segment: number and count, where the tokens are one of several segments of a sequence, each
             with a number of tokens of its own side by side; nothing else is exact or packed.
         by_halves: blocks lie in the first or the second half of the words, see `for_encoding`.
@@ -119,6 +120,7 @@ class Layout:
     ratio: tuple[int, int] | None = None
     pivotal: bool = False
     pack11: bool = False
+    retained: tuple[int, str] | None = None
     by_halves: bool = field(default=False, repr=False)
 
     def __str__(self) -> str:
@@ -342,6 +344,8 @@ class Layout:
             return f"a window that grows is not supported where heads are encoded together ({self})"
         if self.identity:
             return None
+        if self.retained is not None and self.dequant_first:
+            return f"retained tokens are not supported where {self} is decoded"
         if self.base3:
             if self.by_channel or self.lanewise:
                 return f"base 3 of {self} at head_dim {self.head_dim} is not one group of channels"

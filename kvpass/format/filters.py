@@ -58,6 +58,15 @@ def retain(retained: Tensor, positions: Tensor, name: str, start: int, x: Tensor
 
     ``positions`` of retained tokens: int32 ``[B, H, N]``, -1 where there is none.
     """
+    best, known = chosen(retained, positions, name, start, x)
+    retained.copy_(best)
+    positions.copy_(known)
+
+
+def chosen(
+    retained: Tensor, positions: Tensor, name: str, start: int, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `retain` writes: tokens and their positions, the best ones first."""
     tokens = torch.cat([retained, x], dim=2)
     scores = filter_named(name)(tokens)
     if scores.shape != tokens.shape[:3]:
@@ -70,9 +79,9 @@ def retain(retained: Tensor, positions: Tensor, name: str, start: int, x: Tensor
     scores = scores.masked_fill(known < 0, -torch.inf)
     # The earlier one of two with equal scores.
     order = scores.sort(dim=2, descending=True, stable=True).indices
-    best = order[..., : retained.shape[2]]
-    positions.copy_(known.take_along_dim(best, dim=2))
-    retained.copy_(tokens.take_along_dim(best.unsqueeze(3), dim=2))
+    # Not a slice: slicing a fake tensor asks for the GPU that it pretends to be on.
+    best = order.narrow(2, 0, retained.shape[2])
+    return tokens.gather(2, best.unsqueeze(3).expand_as(retained)), known.gather(2, best)
 
 
 def with_retained(out: Tensor, first: int, retained: Tensor, positions: Tensor) -> Tensor:
@@ -83,7 +92,7 @@ def with_retained(out: Tensor, first: int, retained: Tensor, positions: Tensor) 
     # The others go behind the last token.
     index = torch.where(inside, positions - first, n).long().unsqueeze(3).expand(retained.shape)
     longer = torch.cat([out, out.new_empty((*out.shape[:2], 1, out.shape[3]))], dim=2)
-    return longer.scatter_(2, index, retained.to(out.dtype))[:, :, :n]
+    return longer.scatter_(2, index, retained.to(out.dtype)).narrow(2, 0, n)
 
 
 def filter_named(name: str) -> Filter:

@@ -17,7 +17,6 @@ from lowering.support import (
     unbounded,
     unsupported_calibrated,
     unsupported_extras,
-    unsupported_filter,
     unsupported_groups,
 )
 
@@ -146,9 +145,12 @@ def constants_of(
 
 def unsupported_plan(plan: str, dim: int) -> str | None:
     """Why C++ cannot attend to tokens of ``dim`` channels stored so, or None."""
-    codec = parse_plan(plan).codec
-    if reason := unsupported_groups(codec) or unsupported_filter(plan):
+    p = parse_plan(plan)
+    codec = p.codec
+    if reason := unsupported_groups(codec):
         return reason
+    if p.retained:
+        return f"filter '{p.retention.filter}' is not supported"
     constants = constants_of(plan, dim)
     if codec.half_split and constants.period % constants.width:
         return f"half-split groups of {plan} do not fill planes of {constants.width} channels"

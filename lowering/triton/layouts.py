@@ -21,13 +21,14 @@ from lowering.support import (
     interpreted,
     row_stride,
     unsupported_extras,
-    unsupported_filter,
     unsupported_gaps,
     unsupported_groups,
 )
 from triton_templates import CAPACITY_TILE, Layout
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Those that the kernels know.
+FILTERS = ("heavy_hitters", "outliers")
 # The limit of CUDA in all but the first dimension of a grid.
 _MAX_GRID_ROWS = 65535
 
@@ -51,6 +52,7 @@ def layout_of(plan: str, head_dim: int) -> Layout:
         tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3,
         ratio=p.retention.ratio if p.grows else None, pivotal=p.retention.pivotal > 0,
         pack11=codec.pack11,
+        retained=(p.retained, str(p.retention.filter)) if p.retained else None,
     )  # fmt: skip
 
 
@@ -137,8 +139,10 @@ def unsupported_codec(plan: str) -> str | None:
     codec = p.codec
     if p.rope is not None and codec.identity:
         return "exact keys before their rotary embedding are not supported"
-    if reason := unsupported_groups(codec) or unsupported_filter(plan):
+    if reason := unsupported_groups(codec):
         return reason
+    if p.retained and p.retention.filter not in FILTERS:
+        return f"filter '{p.retention.filter}' is none of {', '.join(FILTERS)}"
     if codec.half_split:
         return f"the half-split groups of {codec} are not supported"
     return None
@@ -163,6 +167,8 @@ def unsupported_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str 
             return f"{plan} has to be decoded, and its groups are too short at {layout.head_dim}"
         if layout.base3:
             return f"{plan} has to be decoded; that is not supported in base 3"
+        if layout.retained:
+            return f"{plan} has to be decoded; that is not supported with retained tokens"
         if layout.grows:
             return f"{plan} has to be decoded; that is not supported where the window grows"
     return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from kvpass.format.filters import chosen
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import empty_state
 from lowering.codegen import load_kernels
@@ -80,4 +82,10 @@ def pack(
             kernels.pack_tokens, (packed, batch * (heads // together)), *arguments,
             KV_HEADS=heads, HEADS=together, HEADS_PADDED=next_power_of_2(together),
         )  # fmt: skip
+    if p.retention.filter is not None and p.retained:
+        # Behind the sinks, if the prompt is longer than these.
+        behind_sinks = new.narrow(2, torch.sym_min(p.sinks, length), packed)
+        kept = chosen(state.retained, state.positions, p.retention.filter, p.sinks, behind_sinks)
+        for name, tensor in zip(("retained", "positions"), kept, strict=True):
+            state.tensors[state.layout.names.index(name)] = tensor
     return state.tensors

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpass.format.filters import with_retained
 from kvpass.format.state import State
 from lowering.codegen import load_kernels
 from lowering.support import unsupported_conversion, unsupported_extras
@@ -58,4 +59,4 @@ def unpack(state: list[Tensor], tokens: int, plan: str, dtype: torch.dtype) -> T
         *state, out, *rooms(state, layout), cos_sin_stride(s), tokens,
         KV_HEADS=heads, TOKENS=size, INLINE_ASM=on_nvidia(),
     )  # fmt: skip
-    return out
+    return with_retained(out, 0, s.retained, s.positions) if s.plan.retained else out

@@ -115,6 +115,7 @@ def test_what_no_kernel_rotates_is_rotated_before(plan, dtype, provider, reason)
         ),
         ("int3.token64.pack11/window=0,pack_every=1", None, None),
         ("int2.token64/window=0,pack_every=1,pivotal=0.1", None, None),
+        ("int2.token64/window=9,pack_every=1,retained=4,filter=outliers", None, None),
         (
             "int2.token64.outliers2/window=0,pack_every=1,pivotal=0.1",
             "a window that grows is not supported where heads are encoded together "
