@@ -88,7 +88,8 @@ def attention_pages(*args: Any, **kwargs: Any) -> None:
         KV_HEADS=kv_heads, ROWS=rows, COLUMNS=sizes.columns, PAGE=page, SPLITS=sizes.splits,
         WINDOW=a.window, EDGE_SPLITS=sizes.edge_splits, FULL=q.dtype.itemsize == 4,
         WIDE=q.dtype.itemsize == 4 or interpreted(), CAPPED=a.softcap > 0,
-        INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages, **ages,
+        INLINE_ASM=on_nvidia(), num_warps=sizes.warps, num_stages=sizes.stages,
+        step_elements=2 * sizes.tile * head_dim, layouts=layouts, **ages,
     )  # fmt: skip
     out = a.q.new_empty((count, kv_heads * rows, head_dim))
     launch_merge(kernels, sums, out, kv_heads, queries=1, sinks=a.sinks)
