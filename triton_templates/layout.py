@@ -18,49 +18,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from triton_templates.blocks import Block, blocks_of
+
 # Cache tensors have room for whole tiles of this many tokens. Kernels get the number of tiles, so
 # that the compiler knows what divides the room even where it varies.
 CAPACITY_TILE = 128
-# Bits of a half's mantissa: so many bits of a word are exact as a subnormal number.
-_MANTISSA = 10
-# Of 11 codes in 32 bits: the shift in the lower or, from plane 6 on, the upper half, and the code's
-# lowest bit after it. Plane 5 has bits in both.
-_PACK11 = (
-    (0, 0), (0, 3), (0, 6), (9, 0), (9, 3), (15, 0), (2, 0), (2, 3), (2, 6), (11, 0), (14, 0),
-)  # fmt: skip
 # The narrowest operand of a tensor-core product of half-precision numbers.
 MIN_LANES = 16
 # Fewer words than this in a block would leave most lanes of a tensor-core product unused.
 _MIN_BLOCK = 8
 _MAX_HEAD_DIM = 256
-
-
-@dataclass(frozen=True)
-class Block:
-    """Consecutive channels at one position of consecutive words, in one group of channels.
-
-    Attributes:
-        index: position in `Layout.blocks`.
-        plane: channel plane.
-        chunk: which of the `Layout.chunks` of words.
-        channel: first channel.
-        shift: right shift after which the plane's bits lie in the mantissa of a half.
-        mask: the plane's bits after the shift; ``word >> shift & mask`` is ``code << position``
-            (of 3 bits the low two; there is room for the high one).
-        position: the code's lowest bit after the shift.
-        group: the group of channels that the block lies in; 0 if it lies in several.
-        width: channels.
-    """
-
-    index: int
-    plane: int
-    chunk: int
-    channel: int
-    shift: int
-    mask: int
-    position: int
-    group: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -283,29 +250,7 @@ class Layout:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of a packed token, by chunk, then by plane; none for 16 bits."""
-        if self.identity:
-            return ()
-        bits = self.plane_bits
-        per_shift = (_MANTISSA - self.bits) // bits + 1
-        made: list[Block] = []
-        for chunk in range(self.chunks):
-            for plane in range(self.planes):
-                channel = plane * self.plane_words + chunk * self.width
-                if channel >= self.head_dim and self.pack11:
-                    continue
-                shift = plane // per_shift * per_shift * bits
-                # Digits of base 3 come as numbers.
-                position = 24 if self.base3 else plane * bits - shift
-                if self.pack11:
-                    shift, position = _PACK11[plane]
-                group = 0 if self.by_channel or self.lanewise else channel // self.group
-                last = self.pack11 and plane == self.planes - 1
-                mask = ((1 << (2 if last else bits)) - 1) << position
-                width = min(self.width, self.head_dim - channel)
-                made.append(
-                    Block(len(made), plane, chunk, channel, shift, mask, position, group, width)
-                )
-        return tuple(made)
+        return () if self.identity else tuple(blocks_of(self))
 
     @property
     def middle(self) -> int:
