@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from triton_templates.layout import Layout
 
 # Bits of a half's mantissa: so many bits of a word are exact as a subnormal number.
 _MANTISSA = 10
+# The position of what is a number already, not a subnormal one.
+_NUMBER = 24
 # Of 11 codes in 32 bits: the shift in the lower or, from plane 6 on, the upper half, and the code's
 # lowest bit after it. Plane 5 has bits in both.
 _PACK11 = (
@@ -46,30 +43,23 @@ class Block:
     width: int
 
 
-def blocks_of(x: Layout) -> Iterator[Block]:
-    """The blocks of a packed token, by chunk, then by plane."""
-    index = 0
-    for chunk in range(x.chunks):
-        for plane in range(x.planes):
-            channel = plane * x.plane_words + chunk * x.width
-            # The last plane of eleven may have no channel at all.
-            if channel < x.head_dim or x.base3:
-                group = 0 if x.by_channel or x.lanewise else channel // x.group
-                width = min(x.width, x.head_dim - channel)
-                yield Block(index, plane, chunk, channel, *_place(x, plane), group, width)
-                index += 1
+def place_of(plane: int, bits: int) -> tuple[int, int, int]:
+    """Shift, mask and position of a plane of codes of so many bits, of 3 bits without the high
+    one."""
+    plane_bits = 2 if bits == 3 else bits
+    # There is room for the high bit.
+    per_shift = (_MANTISSA - bits) // plane_bits + 1
+    shift = plane // per_shift * per_shift * plane_bits
+    position = plane * plane_bits - shift
+    return shift, ((1 << plane_bits) - 1) << position, position
 
 
-def _place(x: Layout, plane: int) -> tuple[int, int, int]:
-    """Shift, mask and position of a plane's blocks."""
-    bits = x.plane_bits
-    if x.pack11:
-        shift, position = _PACK11[plane]
-        bits = 2 if plane == x.planes - 1 else bits
-    else:
-        # There is room for the high bit of a code of 3 bits.
-        per_shift = (_MANTISSA - x.bits) // bits + 1
-        shift = plane // per_shift * per_shift * bits
-        # Digits of base 3 come as numbers.
-        position = 24 if x.base3 else plane * bits - shift
-    return shift, ((1 << bits) - 1) << position, position
+def place_of_11(plane: int) -> tuple[int, int, int]:
+    """As `place_of`, of a plane of 11 codes in 32 bits."""
+    shift, position = _PACK11[plane]
+    return shift, (3 if plane == len(_PACK11) - 1 else 7) << position, position
+
+
+def place_of_digit(plane: int) -> tuple[int, int, int]:
+    """As `place_of`, of a digit of base 3, which comes as a number."""
+    return 0, 3 << _NUMBER, _NUMBER

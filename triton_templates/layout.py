@@ -16,9 +16,10 @@ import math
 import struct
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
-from triton_templates.blocks import Block, blocks_of
+from triton_templates.blocks import Block, place_of, place_of_11, place_of_digit
 
 # Cache tensors have room for whole tiles of this many tokens. Kernels get the number of tiles, so
 # that the compiler knows what divides the room even where it varies.
@@ -250,7 +251,23 @@ class Layout:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of a packed token, by chunk, then by plane; none for 16 bits."""
-        return () if self.identity else tuple(blocks_of(self))
+        made: list[Block] = []
+        for chunk, plane in product(range(0 if self.identity else self.chunks), range(self.planes)):
+            channel = plane * self.plane_words + chunk * self.width
+            # The last of ragged planes may have no channel at all.
+            if channel >= self.head_dim:
+                continue
+            group = 0 if self.by_channel or self.lanewise else channel // self.group
+            width = min(self.width, self.head_dim - channel)
+            place = self._place(plane)
+            made.append(Block(len(made), plane, chunk, channel, *place, group, width))
+        return tuple(made)
+
+    def _place(self, plane: int) -> tuple[int, int, int]:
+        """Shift, mask and position of a plane's blocks."""
+        if self.base3:
+            return place_of_digit(plane)
+        return place_of_11(plane) if self.pack11 else place_of(plane, self.bits)
 
     @property
     def middle(self) -> int:
