@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from transformers import AutoTokenizer
 from examples.quickstart import SMALL_MODEL
 from examples.small_model_batches import BOS, LENGTHS, Batches, Corpus, Sequences
 from examples.small_model_data import held_out_files, read_texts
+from examples.small_model_training import WARMUP, Budget, Training, learning_rate
+from examples.train_small_model import new_model
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +61,29 @@ def test_batches_grow_with_the_curriculum(corpus: Corpus) -> None:
         torch.testing.assert_close(batch.weights.sum(1), torch.ones(len(batch.ids)))
     again = list(islice(batches, 12))
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(found, again, strict=True))
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    rates = [learning_rate(step, spent, 1.0) for step, spent in ((0, 0.0), (WARMUP, 0.6), (999, 1))]
+    assert rates == [1 / WARMUP, 1.0, 0.02]
+
+
+def test_training_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+    """With weights, momenta of both optimizers and level, and other sequences."""
+    torch.manual_seed(0)
+    file, budget = tmp_path / "checkpoint.pt", Budget(tokens=8000, minutes=60)
+    first = Training(new_model(corpus.tokenizer), Batches(corpus, 0, 256), peak=1e-3)
+    first.progress.running["recall"] = 0.0  # learned, as far as sequences of this length go
+    first.run(budget, workers=0, every=10, checkpoint=file, kept=lambda: "none")
+    assert 8000 <= first.progress.tokens < 8256
+    assert first.progress.level == 1
+    again = Training(new_model(corpus.tokenizer), Batches(corpus, 0, 256), peak=1e-3)
+    again.load(file)
+    # The last checkpoint is from before the learning rate falls.
+    assert 0 < again.progress.step < first.progress.step
+    assert budget.spent(again.progress) < 0.7
+    assert (again.batches.seed, int(again.batches.level)) == (again.progress.step, 1)
+    moved = [state for optimizer in again.optimizers for state in optimizer.state.values()]
+    assert len(moved) == len(list(again.model.parameters()))
+    again.run(budget, workers=0, every=10, checkpoint=file, kept=lambda: "none")
+    assert again.progress.step >= first.progress.step

@@ -55,8 +55,9 @@ def test_pack(plan, tokens):
     (112, "int8.token56"), (192, "int4.token48"), (256, "int8.token256"),
     (64, "int1.5.token64.ternary_in_2bit.fp8"), (64, "int4.channel32.fp8"),
     (80, "int4.channel16.clip0.7"),
-    # In base 3: the last plane is shorter, or not.
-    (128, "int1.5.token128.fp8"), (64, "int1.5.token64"), (160, "int1.5.token160"), (32, "int1.5.token32"),
+    # In base 3: the last plane is shorter, or not, or there is none.
+    (128, "int1.5.token128.fp8"), (64, "int1.5.token64"), (160, "int1.5.token160"),
+    (32, "int1.5.token32"),
     (128, "int1.channel32"), (128, "int1.token128.fp8"), (128, "int3.token128"),
     (80, "int3.token40"), (96, "int3.channel16"),
     # 11 in 32 bits: one plane is empty, the last one shorter.
