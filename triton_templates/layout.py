@@ -60,6 +60,7 @@ class Layout:
         state: the names of the tensors that kernels get, in their order.
         extras: names and counts of what is stored of each token beside words and qparams.
         pack11: codes of 3 bits are 11 in 32 bits; the last is 3 at most.
+        half_split: a group is two runs of channels, half a head apart.
         retained: number of the tokens of each head that a filter retains, and its name.
         segment: number and count, where the tokens are one of several segments of a sequence, each
             with a number of tokens of its own side by side; nothing else is exact or packed.
@@ -88,6 +89,7 @@ class Layout:
     ratio: tuple[int, int] | None = None
     pivotal: bool = False
     pack11: bool = False
+    half_split: bool = False
     retained: tuple[int, str] | None = None
     by_halves: bool = field(default=False, repr=False)
 
@@ -99,7 +101,7 @@ class Layout:
         bits = 1.5 if self.ternary_in_2bit or self.base3 else self.bits
         text = f"{segment}{kind}{bits}.{self.axis}{self.group * self.heads_per_group}"
         text += ".ternary_in_2bit" * self.ternary_in_2bit + ".fp8" * (self.qparams == "fp8")
-        text += ".pack11" * self.pack11
+        text += ".pack11" * self.pack11 + ".half_split" * self.half_split
         text += f".outliers{self.outliers}" * (self.outliers > 0)
         return text + " before their rotary embedding" * (self.rope is not None)
 
@@ -202,13 +204,28 @@ class Layout:
     def width(self) -> int:
         """Words of a block: whole rows, or what also divides the groups of channels."""
         whole_rows = self.identity or self.by_channel or self.lanewise or self.ragged
-        return self.row if whole_rows else math.gcd(self.group, self.row)
+        return self.row if whole_rows else math.gcd(self.run, self.row)
+
+    @property
+    def run(self) -> int:
+        """Consecutive channels of a group."""
+        return self.group // 2 if self.half_split else self.group
+
+    def group_of(self, channel: int) -> int:
+        """The group of a channel."""
+        return (channel % (self.head_dim // 2) if self.half_split else channel) // self.run
+
+    def channels_of(self, group: int) -> str:
+        """In words, the channels of a group."""
+        first, last = group * self.run, (group + 1) * self.run - 1
+        half = self.head_dim // 2
+        return f"{first} ... {last}" + f", {half + first} ... {half + last}" * self.half_split
 
     @property
     def lanewise(self) -> bool:
         """Whether each lane has its own scale: blocks in one group of a token's channels would be
         too short, so that they are whole rows."""
-        short = self.group > 0 and math.gcd(self.group, self.row) < _MIN_BLOCK
+        short = self.group > 0 and math.gcd(self.run, self.row) < _MIN_BLOCK
         if self.ragged:
             short = self.groups > 1
         return not self.identity and self.axis == "token" and short
@@ -257,7 +274,7 @@ class Layout:
             # The last of ragged planes may have no channel at all.
             if channel >= self.head_dim:
                 continue
-            group = 0 if self.by_channel or self.lanewise else channel // self.group
+            group = 0 if self.by_channel or self.lanewise else self.group_of(channel)
             width = min(self.width, self.head_dim - channel)
             place = self._place(plane)
             made.append(Block(len(made), plane, chunk, channel, *place, group, width))
@@ -308,6 +325,8 @@ class Layout:
             return None
         if self.retained is not None and self.dequant_first:
             return f"retained tokens are not supported where {self} is decoded"
+        if self.half_split and (self.lanewise or self.cross_head):
+            return f"the halves of the groups of {self} do not fill blocks of {_MIN_BLOCK} words"
         if self.base3:
             if self.by_channel or self.lanewise:
                 return f"base 3 of {self} at head_dim {self.head_dim} is not one group of channels"

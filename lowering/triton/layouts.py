@@ -51,7 +51,7 @@ def layout_of(plan: str, head_dim: int) -> Layout:
         p.layout.names,
         tuple((extra.name, extra.size) for extra in codec.extras if extra.size), base3=base3,
         ratio=p.retention.ratio if p.grows else None, pivotal=p.retention.pivotal > 0,
-        pack11=codec.pack11,
+        pack11=codec.pack11, half_split=codec.half_split,
         retained=(p.retained, str(p.retention.filter)) if p.retained else None,
     )  # fmt: skip
 
@@ -143,8 +143,6 @@ def unsupported_codec(plan: str) -> str | None:
         return reason
     if p.retained and p.retention.filter not in FILTERS:
         return f"filter '{p.retention.filter}' is none of {', '.join(FILTERS)}"
-    if codec.half_split:
-        return f"the half-split groups of {codec} are not supported"
     return None
 
 

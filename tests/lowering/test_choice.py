@@ -115,6 +115,13 @@ def test_what_no_kernel_rotates_is_rotated_before(plan, dtype, provider, reason)
         ),
         ("int3.token64.pack11/window=0,pack_every=1", None, None),
         ("int2.token64/window=0,pack_every=1,pivotal=0.1", None, None),
+        ("int2.token32.half_split.fp8/window=9,pack_every=1", None, None),
+        (
+            "int2.token8.half_split/window=0,pack_every=1",
+            "the halves of the groups of int2.token8.half_split do not fill blocks of 8 words",
+            "the groups of keys int2.token8.half_split/window=0,pack_every=1 are too short at "
+            "head_dim 64",
+        ),
         ("int2.token64/window=9,pack_every=1,retained=4,filter=outliers", None, None),
         (
             "int2.token64.outliers2/window=0,pack_every=1,pivotal=0.1",

@@ -128,6 +128,8 @@ FORMATS = [
     ("int4.channel128", "fp", 128, 128, 5),
     ("fp", "int2.token128", 128, 128, 4),
     ("int4.token128", "int4.token64", 128, 128, 16),
+    ("int2.token64.half_split.fp8", "int2.token64.fp8", 128, 128, 4),
+    ("int4.token32.half_split", "int3.token32.half_split", 128, 128, 3),
     ("int2.channel32", "int2.token32", 192, 192, 2),
     ("int4.channel64", "int8.token32", 192, 128, 1),
     ("int2.channel128", "int4.token256", 256, 256, 4),

@@ -19,7 +19,8 @@ HEADER = """\
 #   layout = Layout(head_dim=64, bits=4, axis='channel', group=32, ring=143, sliding=False, \
 sinks=0, qparams='half', ternary_in_2bit=False, static_ranges=False, heads_per_group=1, \
 outliers=0, codebook=(), midpoints=(), rope=None, segment=None, base3=False, ratio=None, \
-pivotal=False, pack11=False, retained=None)
+pivotal=False, pack11=False, \
+half_split=False, retained=None)
 #   rope = None
 #   basis = None
 #   clip_each = False

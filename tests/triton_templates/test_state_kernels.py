@@ -58,6 +58,9 @@ def test_pack(plan, tokens):
     # In base 3: the last plane is shorter, or not, or there is none.
     (128, "int1.5.token128.fp8"), (64, "int1.5.token64"), (160, "int1.5.token160"),
     (32, "int1.5.token32"),
+    # Of channels half a head apart.
+    (128, "int2.token64.half_split.fp8.clip0.9"), (64, "int3.token64.half_split"),
+    (96, "int4.token32.half_split"),
     (128, "int1.channel32"), (128, "int1.token128.fp8"), (128, "int3.token128"),
     (80, "int3.token40"), (96, "int3.channel16"),
     # 11 in 32 bits: one plane is empty, the last one shorter.

@@ -30,6 +30,8 @@ FORMATS = [
     ("int3.channel32.pack11", 64),
     ("int3.token32.pack11", 128),
     ("int3.token40.pack11", 80),
+    ("int2.token32.half_split.fp8", 64),
+    ("int3.token64.half_split", 128),
     ("int2.channel32", 80),
     ("int4.channel16", 96),
     ("int8.channel64", 112),
