@@ -327,14 +327,9 @@ class Layout:
             return f"retained tokens are not supported where {self} is decoded"
         if self.half_split and (self.lanewise or self.cross_head):
             return f"the halves of the groups of {self} do not fill blocks of {_MIN_BLOCK} words"
-        if self.base3:
-            if self.by_channel or self.lanewise:
-                return f"base 3 of {self} at head_dim {self.head_dim} is not one group of channels"
-            return None
-        if self.pack11:
-            if self.dequant_first:
-                return f"{self} is not supported where keys or values are decoded"
-        elif self.head_dim * self.bits % 16:
+        if self.pack11 and self.dequant_first:
+            return f"{self} is not supported where tokens have to be decoded"
+        if not self.ragged and self.head_dim * self.bits % 16:
             return f"head_dim {self.head_dim} at {self.bits} bits does not fill whole 16-bit words"
         group = self.group
         if self.by_channel and not self.static_ranges:
@@ -344,7 +339,7 @@ class Layout:
             return f"a codebook is written in groups of whole heads, not of {group} channels"
         elif not self.static_ranges and self.head_dim % group:
             return f"group {group} does not divide head_dim {self.head_dim}"
-        if self.plane_words < _MIN_BLOCK and not self.pack11:
+        if self.plane_words < _MIN_BLOCK and not self.ragged:
             return (
                 f"{self} at head_dim {self.head_dim} has {self.plane_words} words a token; the "
                 f"kernels need {_MIN_BLOCK}"

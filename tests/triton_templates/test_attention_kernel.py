@@ -140,6 +140,8 @@ FORMATS = [
     ("int2.token128.fp8", "int1.5.token128.fp8", 128, 128, 4),
     ("int1.5.token64", "int1.5.token160", 64, 160, 1),
     ("fp", "int1.5.token32", 32, 32, 4),
+    ("int1.5.channel32", "int1.5.token64.fp8", 128, 128, 4),
+    ("int1.5.channel16.fp8", "int1.5.token16", 64, 80, 2),
     ("int3.channel32", "int3.token32", 128, 128, 4),
     ("int3.token64", "int3.token16", 64, 96, 12),
     ("int3.channel32.pack11", "int3.token32.pack11", 128, 128, 4),

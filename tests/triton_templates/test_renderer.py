@@ -98,10 +98,8 @@ def test_planes_in_base_3():
     assert layout.unsupported_reason() is None
     assert [block.width for block in layout.blocks] == [13] * 9 + [11]
     assert [block.channel for block in layout.blocks] == list(range(0, 130, 13))
-    several = Layout(128, 2, "token", 64, 40, base3=True)
-    assert several.unsupported_reason() == (
-        "base 3 of int1.5.token64 at head_dim 128 is not one group of channels"
-    )
+    assert not layout.lanewise
+    assert Layout(128, 2, "token", 64, 40, base3=True).lanewise
 
 
 def test_quotients_by_the_gpu_are_exact():

@@ -57,7 +57,7 @@ def test_pack(plan, tokens):
     (80, "int4.channel16.clip0.7"),
     # In base 3: the last plane is shorter, or not, or there is none.
     (128, "int1.5.token128.fp8"), (64, "int1.5.token64"), (160, "int1.5.token160"),
-    (32, "int1.5.token32"),
+    (32, "int1.5.token32"), (128, "int1.5.token64.fp8"), (80, "int1.5.channel32"),
     # Of channels half a head apart.
     (128, "int2.token64.half_split.fp8.clip0.9"), (64, "int3.token64.half_split"),
     (96, "int4.token32.half_split"),

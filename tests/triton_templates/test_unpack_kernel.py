@@ -24,6 +24,8 @@ FORMATS = [
     ("int1.5.token128.fp8", 128),
     ("int1.5.token64", 64),
     ("int1.5.token160", 160),
+    ("int1.5.token32.fp8", 128),
+    ("int1.5.channel32", 64),
     ("int3.channel32", 128),
     ("int3.token32", 96),
     ("int3.token64", 256),
