@@ -57,6 +57,9 @@ CASES = [
     (("int2.token32.fp8/sinks=5,window=12,pack_every=1",
       "int1.5.token64.fp8/sinks=5,window=20,pack_every=1"), {}),
     (("fp", kivi(4)[1]), {}),
+    (("int3.channel16.pack11/window=4,pack_every=16", "int1.5.token32/window=9,pack_every=2"), {}),
+    (("int4.token32.half_split/window=12,pack_every=1",
+      "int3.token16.pack11/window=3,pack_every=3"), {"dim": 96}),
 ]  # fmt: skip
 
 
