@@ -1,4 +1,4 @@
-"""Train the small language model that the examples use, from scratch.
+"""Train the larger one of the two small language models of the examples, from scratch.
 
 The model learns from the sources of Python's own library and of installed packages, from a recall
 task in which a document of ``name = value`` lines must be remembered exactly, and from the tasks of
@@ -6,7 +6,7 @@ task in which a document of ``name = value`` lines must be remembered exactly, a
 held in the cache are good, which is what makes the model useful for trying out ways of storing that
 cache in fewer bits.
 
-    python -m examples.train_small_model --minutes 300
+    python -m examples.train_small_model --minutes 100
 
 Tokenizer, tokens and a checkpoint of each seed are kept in a folder (``--corpus``): made on one
 machine, they can be trained on at another; and the same command with more minutes or tokens goes
@@ -31,7 +31,7 @@ from examples.small_model_batches import MAX_POSITIONS, Batches, Corpus, recall_
 from examples.small_model_data import held_out_files, read_texts, recall_document
 from examples.small_model_training import Budget, Training, token_losses
 
-DEFAULT_OUT = Path(__file__).resolve().parent / "small_model"
+DEFAULT_OUT = Path(__file__).resolve().parent / "larger_model"
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 64, 6
 HIDDEN = HEADS * HEAD_DIM
 # Rotary embeddings turn the faster pairs of channels so far that a key cannot be found again by
