@@ -48,14 +48,17 @@ def check(pool: Pool, heads: int = 8, softcap: float = 0.0, sinks=None) -> None:
         pool.keep(step, pages)
 
 
+WITH_SINKS = (
+    "int2.token32.fp8/sinks=5,window=12,pack_every=1",
+    "int1.5.token64.fp8/sinks=5,window=20,pack_every=1",
+)
 CASES = [
     (kivi(2), {}),
     (kivi(4), {"dtype": torch.bfloat16, "page": 32, "pages": 160}),
     (("int2.token32.clip0.9/window=12,pack_every=1", "int1.5.token64/window=9,pack_every=2"), {}),
     (("int3.channel16/window=4,pack_every=16", "int8.token16/window=30,pack_every=3"),
      {"dim": 96}),
-    (("int2.token32.fp8/sinks=5,window=12,pack_every=1",
-      "int1.5.token64.fp8/sinks=5,window=20,pack_every=1"), {}),
+    (WITH_SINKS, {}),
     (("fp", kivi(4)[1]), {}),
     (("int3.channel16.pack11/window=4,pack_every=16", "int1.5.token32/window=9,pack_every=2"), {}),
     (("int4.token32.half_split/window=12,pack_every=1",
@@ -117,7 +120,7 @@ def test_declined(plans, sizes, reason):
 
 
 def test_a_window_forgets_sinks():
-    step, pages = (pool := Pool(CASES[-2][0])).step(LENGTHS)
+    step, pages = (pool := Pool(WITH_SINKS)).step(LENGTHS)
     arguments = (step, 1.0, *pool.plans, 0.0, 40)
     declined = attention_pages.unsupported_reason(pages[0][-1], pages[0][-1], *pages, *arguments)
     assert declined.endswith("have sinks, which a window forgets")
