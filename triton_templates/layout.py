@@ -327,7 +327,7 @@ class Layout:
             return f"retained tokens are not supported where {self} is decoded"
         if self.half_split and (self.lanewise or self.cross_head):
             return f"the halves of the groups of {self} do not fill blocks of {_MIN_BLOCK} words"
-        if self.pack11 and self.dequant_first:
+        if self.ragged and self.dequant_first:
             return f"{self} is not supported where tokens have to be decoded"
         if not self.ragged and self.head_dim * self.bits % 16:
             return f"head_dim {self.head_dim} at {self.bits} bits does not fill whole 16-bit words"

@@ -163,8 +163,9 @@ def unsupported_decoding(k_plan: str, v_plan: str, k: Layout, v: Layout) -> str 
             return f"{plan} has to be decoded; that is not supported where a window slides"
         if layout.lanewise:
             return f"{plan} has to be decoded, and its groups are too short at {layout.head_dim}"
-        if layout.base3:
-            return f"{plan} has to be decoded; that is not supported in base 3"
+        if layout.ragged:
+            how = "in base 3" if layout.base3 else "of 11 codes in 32 bits"
+            return f"{plan} has to be decoded; that is not supported {how}"
         if layout.retained:
             return f"{plan} has to be decoded; that is not supported with retained tokens"
         if layout.grows:

@@ -82,10 +82,11 @@ def pack(
             kernels.pack_tokens, (packed, batch * (heads // together)), *arguments,
             KV_HEADS=heads, HEADS=together, HEADS_PADDED=next_power_of_2(together),
         )  # fmt: skip
-    if p.retention.filter is not None and p.retained:
+    if layout.retained is not None:
         # Behind the sinks, if the prompt is longer than these.
         behind_sinks = new.narrow(2, torch.sym_min(p.sinks, length), packed)
-        kept = chosen(state.retained, state.positions, p.retention.filter, p.sinks, behind_sinks)
-        for name, tensor in zip(("retained", "positions"), kept, strict=True):
-            state.tensors[state.layout.names.index(name)] = tensor
+        _, name = layout.retained
+        kept = chosen(state.retained, state.positions, name, p.sinks, behind_sinks)
+        for field, tensor in zip(("retained", "positions"), kept, strict=True):
+            state.tensors[state.layout.names.index(field)] = tensor
     return state.tensors

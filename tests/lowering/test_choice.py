@@ -114,6 +114,12 @@ def test_what_no_kernel_rotates_is_rotated_before(plan, dtype, provider, reason)
             "the groups of keys int1.5.token32/window=0,pack_every=1 are too short at head_dim 64",
         ),
         ("int3.token64.pack11/window=0,pack_every=1", None, None),
+        (
+            "int1.5.token128/window=0,pack_every=1",
+            "int1.5.token128 is not supported where tokens have to be decoded",
+            "int1.5.token128/window=0,pack_every=1 has to be decoded; that is not supported in "
+            "base 3",
+        ),
         ("int2.token64/window=0,pack_every=1,pivotal=0.1", None, None),
         ("int2.token32.half_split.fp8/window=9,pack_every=1", None, None),
         (
