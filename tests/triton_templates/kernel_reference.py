@@ -119,6 +119,8 @@ def written(tensors: list[Tensor], plan: str) -> list[Tensor]:
     parts += [state.qparams.index_select(field.token_dim, groups), state.window[:, :, exact]]
     if "sinks" in state:
         parts.append(state.sinks[:, :, : int(state.segment_ends[0, 0])])
+    if "retained" in state:
+        parts += [state.retained, state.positions]
     return parts
 
 

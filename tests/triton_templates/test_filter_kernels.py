@@ -8,11 +8,11 @@ import torch
 from kvpass.format import filters
 from kvpass.format.state import State
 from lowering.support import unsupported_pages
-from lowering.triton import append, attention, pack, unpack
+from lowering.triton import attention, pack, unpack
 from tests.strategies import poisoned
 from tests.triton_templates.kernel_reference import keys_like, poison, states
 from tests.triton_templates.test_attention_kernel import check, query
-from tests.triton_templates.test_state_kernels import assert_same
+from tests.triton_templates.test_state_kernels import append_steps
 
 pytestmark = pytest.mark.interpreter
 
@@ -45,14 +45,7 @@ def test_state_is_the_references(plan, lengths):
     x[:, :, prompt // 2 :: 2] = x[:, :, : len(range(prompt // 2, prompt, 2))]
     assert pack.unsupported_reason(x, plan) is None
     got, wanted = pack.pack(x, plan), torch.ops.kvpass.pack(x, plan)
-    for i, n in enumerate(steps):
-        new = keys_like(1, 2, n, 64, torch.float16, i)
-        assert append.unsupported_reason(got, new, plan) is None
-        torch.ops.kvpass.append(wanted, new, plan)
-        append.append(poison(got, plan), new, plan)
-        assert_same(got, wanted, plan)
-        for name in ("positions", "retained"):
-            assert torch.equal(State.of(got, plan)[name], State.of(wanted, plan)[name])
+    append_steps(got, wanted, steps, plan)
     assert (State.of(got, plan).positions >= 0).any()
     total = int(poison(got, plan)[-1][0, -1])
     for tokens in (total, total - 1):
@@ -86,3 +79,13 @@ def test_what_is_declined(monkeypatch):
     keys, values = states((plan, "fp"), 40)
     reason = attention.unsupported_reason(query(1, 1, 1, 64), keys, values, None, 1.0, plan, "fp")
     assert reason == f"{plan} has to be decoded; that is not supported with retained tokens"
+
+
+def test_11_codes_in_32_bits_are_not_decoded_beside_a_codebook():
+    plans = (
+        "nuq2.token64.codebook-1.0,-0.2,0.2,1.0/window=0,pack_every=1",
+        "int3.token64.pack11/window=0,pack_every=1",
+    )
+    keys, values = states(plans, 40)
+    reason = attention.unsupported_reason(query(1, 1, 1, 64), keys, values, None, 1.0, *plans)
+    assert reason == f"{plans[1]} has to be decoded; that is not supported of 11 codes in 32 bits"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowering.triton import append, attention, pack, unpack
+from lowering.triton import attention, pack, unpack
 from tests.strategies import poisoned
 from tests.tolerances import TRITON_ATTENTION
 from tests.triton_templates.kernel_reference import (
@@ -16,7 +16,7 @@ from tests.triton_templates.kernel_reference import (
     states,
 )
 from tests.triton_templates.test_attention_kernel import check, query
-from tests.triton_templates.test_state_kernels import assert_same
+from tests.triton_templates.test_state_kernels import append_steps, assert_same
 
 pytestmark = pytest.mark.interpreter
 
@@ -46,12 +46,7 @@ def test_state_is_the_references(plan, lengths):
     assert pack.unsupported_reason(x, plan) is None
     got, wanted = pack.pack(x, plan), torch.ops.kvpass.pack(x, plan)
     assert_same(got, wanted, plan)
-    for i, n in enumerate(steps):
-        new = keys_like(1, 1, n, 64, torch.float16, i)
-        assert append.unsupported_reason(got, new, plan) is None
-        torch.ops.kvpass.append(wanted, new, plan)
-        append.append(poison(got, plan), new, plan)
-        assert_same(got, wanted, plan)
+    append_steps(got, wanted, steps, plan)
     sinks, packed, total = poison(got, plan)[-1][0].tolist()
     # Into the window, after whole groups of packed tokens, and into the sinks.
     shorter = () if steps else (max(packed, total - 1), min(total, sinks + 64), min(total, 3))

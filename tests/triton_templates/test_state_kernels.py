@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvpass.format.rope import Rope
+from kvpass.format.state import State
 from lowering.triton import append, pack
 from tests.triton_templates.kernel_reference import keys_like, poison, written
 
@@ -30,6 +31,17 @@ PLANS = [
 def assert_same(got, expected, plan):
     for a, b in zip(written(got, plan), written(expected, plan), strict=True):
         assert torch.equal(a, b)
+
+
+def append_steps(got, wanted, steps, plan):
+    """Appends steps of so many tokens to both states, by the kernels and by the reference."""
+    for i, n in enumerate(steps):
+        heads, dim = State.of(wanted, plan).tokens.shape[1::2]
+        new = keys_like(1, heads, n, dim, torch.float16, i)
+        assert append.unsupported_reason(got, new, plan) is None
+        torch.ops.kvpass.append(wanted, new, plan)
+        append.append(poison(got, plan), new, plan)
+        assert_same(got, wanted, plan)
 
 
 def special(x):
