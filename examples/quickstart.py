@@ -1,6 +1,6 @@
 """Generate from a packed KV cache, and see what it costs and saves.
 
-    python -m examples.quickstart                  # the small model shipped beside this file
+    python -m examples.quickstart                  # the larger model shipped beside this file
     python -m examples.quickstart --model PATH     # any local transformers model
 
 Loads a model, continues a long prompt with the plain cache, with kivi-4bit and with kivi-2bit, and
@@ -33,6 +33,7 @@ from examples.small_model_data import held_out_files, read_texts, recall_documen
 from kvpass.evaluate import RecallPrompt, cache_bytes, first_difference, perplexity, recall_accuracy
 
 SMALL_MODEL = Path(__file__).resolve().parent / "small_model"
+LARGER_MODEL = SMALL_MODEL.parent / "larger_model"
 RECIPES = (None, "kivi-4bit", "kivi-2bit")
 
 
@@ -72,7 +73,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else ""
     )
-    parser.add_argument("--model", default=str(SMALL_MODEL), help="a local model folder")
+    parser.add_argument("--model", default=str(LARGER_MODEL), help="a local model folder")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--inner", default="inductor", choices=("inductor", "eager"))
     parser.add_argument("--prompt-tokens", type=int, default=1024)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.quickstart import LARGER_MODEL, load
 from examples.train_small_model import recall_accuracy
-
-FOLDER = Path(__file__).parents[1] / "examples" / "larger_model"
 
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(FOLDER)
+    return load(str(LARGER_MODEL), "float32")
 
 
 def test_it_fits_into_12_megabytes(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 12e6
+    assert sum(file.stat().st_size for file in LARGER_MODEL.iterdir()) < 12e6
     assert model.config.max_position_embeddings == tokenizer.model_max_length == 4096
 
 

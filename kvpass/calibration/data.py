@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvpass.errors import OptionError, check_whole, cut, shown
 from kvpass.format.dtypes import dtype_name
@@ -59,9 +60,11 @@ def _pieces(data: Iterable[Any], tokenizer: Any, length: int) -> Iterator[Tensor
 
 def _encoded(tokenizer: Any, text: str) -> Any:
     """Token ids, by a tokenizer of transformers or of tokenizers."""
+    # A text may be longer than the model reads at once, of which transformers warns.
+    quiet = {"verbose": False} if isinstance(tokenizer, PreTrainedTokenizerBase) else {}
     try:
         if callable(tokenizer):
-            return tokenizer(text)["input_ids"]
+            return tokenizer(text, **quiet)["input_ids"]
         return tokenizer.encode(text).ids
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise OptionError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import ceil
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ def text_batches(
     """Pieces of the length and with as many tokens to score as in the settings, if there are so
     many: one of each text, then a second one, and so on, since texts are what is independent.
 
+    All batches have as many rows, since compiled graphs are for one number of them: the fewest that
+    read the pieces in no more batches than the settings' number would, and at least half of that,
+    since tasks have as many.
+
     Args:
         texts: token ids ``[T]`` each.
         start: token ids in front of each piece.
@@ -73,11 +78,11 @@ def text_batches(
             "twice the prompt. Give longer texts or a smaller prompt."
         )
     pieces.sort(key=lambda p: -len(p[1]))
-    return [_batch(pieces[i : i + batch], batch) for i in range(0, len(pieces), batch)]
+    rows = max(ceil(len(pieces) / ceil(len(pieces) / batch)), ceil(batch / 2))
+    return [_batch(pieces[i : i + rows], rows) for i in range(0, len(pieces), rows)]
 
 
 def _batch(pieces: Sequence[tuple[int, Tensor]], batch: int) -> TextBatch:
-    """All batches have as many rows: compiled graphs are for one number of them."""
     longest = len(pieces[0][1])
     ids, lengths = torch.zeros(batch, longest, dtype=torch.long), torch.zeros(batch).long()
     texts = torch.zeros(batch, dtype=torch.long)

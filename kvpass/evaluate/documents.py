@@ -92,13 +92,15 @@ class Writer:
             found.append(Sample(task, seed, length, depth, prompt, story.expected))
         return found
 
-    def _ids(self, text: str) -> Ids:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def ids(self, text: str) -> Ids:
+        """Of a text, without what the tokenizer puts around it."""
+        # Texts may be longer than the model reads at once, of which the tokenizer warns.
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def asked(self, question: str, answer: str) -> tuple[Ids, Ids]:
         """Ids of both as they are encoded together. A token that reaches from one into the other
         is the answer's."""
-        alone, both = self._ids(question), self._ids(question + answer)
+        alone, both = self.ids(question), self.ids(question + answer)
         shared = next((i for i, (a, b) in enumerate(zip(alone, both, strict=False)) if a != b),
                       min(len(alone), len(both) - 1))  # fmt: skip
         return both[:shared], both[shared:]
@@ -106,7 +108,7 @@ class Writer:
     def document(self, story: Story, room: int, rng: random.Random) -> Ids:
         """``room`` tokens: the lines at their places, and filler between. The first line of filler
         may lack its beginning."""
-        lines = [(place, self._ids(text)) for place, text in sorted(story.lines)]
+        lines = [(place, self.ids(text)) for place, text in sorted(story.lines)]
         free = room - len(self.start) - sum(len(ids) for _, ids in lines)
         if free < 0:
             raise OptionError(f"it needs {-free} tokens more; ask for longer documents.")
@@ -127,7 +129,7 @@ class Writer:
         found: list[Ids] = []
         missing = free
         while missing > 0:
-            ids = self._ids(next(lines))
+            ids = self.ids(next(lines))
             found += [ids[i : i + _LINE] for i in range(0, len(ids), _LINE)]
             missing -= len(ids)
         # The end is a whole line: a question follows it.

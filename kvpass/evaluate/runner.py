@@ -119,7 +119,7 @@ class _Run:
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._calibration_texts, self._progress = calibration_texts, progress
         self._writer = Writer(tokenizer, texts)
-        ids = [torch.tensor(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
+        ids = [torch.tensor(self._writer.ids(text)) for text in texts]
         self._batches = text_batches(ids, self._writer.start, settings)
         self._reference = Reference(model, self._batches, settings.prompt)
 
@@ -212,7 +212,7 @@ class _Run:
         self, name: str, model: Any, length: int, samples: list[Sample], chooser: Chooser | None
     ) -> Iterator[Record]:
         """Records of tasks and seeds at a length."""
-        start, batch = time.perf_counter(), self._settings.batch
+        start, batch = time.perf_counter(), len(self._batches[0].ids)
         label = f"{name}: tasks, {length} tokens" if self._progress else None
         found, cache = answers(model, self._tokenizer, samples, batch, chooser, label)
         more = {"seconds_of_length": time.perf_counter() - start, **cache_size(cache)}

@@ -105,6 +105,18 @@ def to_copy(
     return rebuilt(x, [moved(t, dtype=d) for t, d in zip(x.state, dtypes, strict=True)])
 
 
+def _of_shape(op: Any, x: PackedKV, *args: Any, **kwargs: Any) -> Any:
+    """What depends on the shape and the dtype alone, without a token."""
+    if is_traced(x.segment_ends):
+        return NotImplemented
+    return op(x.segment_ends.new_empty(1, dtype=x.dtype).expand(x.shape), *args, **kwargs)
+
+
+for _op in ("empty_like", "zeros_like", "ones_like", "full_like",
+            "new_empty", "new_zeros", "new_ones", "new_full"):  # fmt: skip
+    handles(getattr(aten, _op).default)(partial(_of_shape, getattr(aten, _op).default))
+
+
 @handles(aten.index_select.default)
 def index_select(x: PackedKV, dim: int, index: Tensor) -> Any:
     """Rows of the batch, as beam search reorders them."""

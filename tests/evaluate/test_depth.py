@@ -32,7 +32,7 @@ def sums(model: Any, judged: Any, batch: depth.TextBatch) -> torch.Tensor:
 def test_sums_add_up_to_what_quality_measures() -> None:
     model = tiny_model("llama", layers=1)
     texts = [prompt(1, 60, seed)[0] for seed in range(2)]
-    (batch,) = text_batches(texts, [], settings(3))
+    (batch,) = text_batches(texts, [], settings(6))
     twin = compiled(model, "kivi-2bit", residual=16, group=16)
     found = sums(model, twin, batch)
     tokens, nll, kl, same = found.sum((0, 1))
@@ -72,12 +72,17 @@ def test_reference_repeats_itself_kept_or_not(free: int, monkeypatch: pytest.Mon
 
 def test_pieces_are_of_all_texts_first() -> None:
     texts = [torch.arange(300), torch.arange(1000, 1150), torch.arange(2000, 2040)]
-    (batch,) = text_batches(texts, [7], settings(10, length=101, tokens=150))
-    # No more than eight pieces, though fewer have as many tokens to score.
+    (batch,) = text_batches(texts, [7], settings(12, length=101, tokens=150))
+    # No more than eight pieces, though fewer have as many tokens to score, and half of the rows.
     assert batch.texts[:5].tolist() == [0, 1, 0, 0, 1]
-    assert batch.lengths.tolist() == [101, 101, 101, 101, 51, 0, 0, 0, 0, 0]
+    assert batch.lengths.tolist() == [101, 101, 101, 101, 51, 0]
     assert batch.ids[1, :3].tolist() == [7, 1000, 1001]
     assert batch.ids[4, 50:52].tolist() == [1149, 0]
+
+
+def test_batches_have_as_many_rows() -> None:
+    batches = text_batches([torch.arange(900)], [], settings(8, length=100, tokens=900))
+    assert [batch.lengths.tolist() for batch in batches] == [[100] * 5, [100] * 4 + [0]]
 
 
 def test_texts_that_are_too_short_are_refused() -> None:

@@ -421,6 +421,16 @@ def test_attributes_do_not_decode():
     assert not DECODES
 
 
+def test_tensors_of_its_shape_do_not_decode():
+    x = packed(dtype=torch.bfloat16)
+    plain = torch.zeros(2, 2, 37, 16, dtype=torch.bfloat16)
+    assert torch.equal(torch.zeros_like(x), plain)
+    assert torch.equal(torch.full_like(x, 3, dtype=torch.float32), plain.float() + 3)
+    assert torch.equal(x.new_ones(2), plain.new_ones(2))
+    assert torch.empty_like(x, device="meta").stride() == x.stride()
+    assert not DECODES
+
+
 @given(tensor_plans(80), st.integers(1, 3), st.integers(1, 400))
 def test_nbytes_is_the_sum_of_the_formula(plan, batch, tokens):
     x = logical.append(None, torch.zeros(batch, 3, tokens, 80), str(plan))
