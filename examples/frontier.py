@@ -2,11 +2,10 @@
 
     python -m examples.frontier --plot examples/frontier.png       # about an hour on 2 cores
 
-Calibrates on files the small model was trained on: all candidates of `auto` are scored once, for
+Calibrates on files the larger model was trained on: all candidates of `auto` are scored once, for
 all budgets. Measures, as `kvpass eval` does, how far predictions on files that the model has never
-seen diverge when they are read through the packed cache, token by token. Pieces of files are twice
-as long as those it was trained on, which its base of rotary positions bears. Plans and measurements
-are kept in a folder; what is measured there is not measured again.
+seen diverge when they are read through the packed cache, token by token. Plans and measurements are
+kept in a folder; what is measured there is not measured again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 import kvpass
-from examples.quickstart import SMALL_MODEL, load
+from examples.quickstart import LARGER_MODEL, load
 from examples.skvq_ablation import bits_of, training_texts
 from examples.small_model_data import held_out_files, read_texts
 from kvpass.bench.report import check_outputs
@@ -200,8 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_outputs(None, args.plot)
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = load(str(SMALL_MODEL), "float32")
-    model.config.max_position_embeddings = max(model.config.max_position_embeddings, args.length)
+    model, tokenizer = load(str(LARGER_MODEL), "float32")
     names = [*candidates(model.config.head_dim), *OTHERS, *map(auto_name, args.budgets)]
     files = {name: str(folder / f"{name}.safetensors") for name in names}
     if all(Path(file).exists() for file in files.values()):

@@ -11,25 +11,22 @@ differs.
 from __future__ import annotations
 
 import argparse
-import logging
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 import kvpass.backend  # makes backend="kvpass" known without installation
 from examples.small_model_data import held_out_files, read_texts, recall_document
+from kvpass.cli.models import load_model
 from kvpass.evaluate import RecallPrompt, cache_bytes, first_difference, perplexity, recall_accuracy
 
 SMALL_MODEL = Path(__file__).resolve().parent / "small_model"
@@ -88,29 +85,12 @@ def load(path: str, dtype: str) -> tuple[Any, Any]:
     """A model in ``dtype`` and its tokenizer.
 
     Raises:
-        SystemExit: with one sentence, if ``path`` holds no model.
+        SystemExit: with one sentence, if ``path`` is none.
     """
-    if not (Path(path) / "config.json").is_file():
-        sys.exit(f"'{path}' is not a model folder: it has no config.json.")
-    with quiet_torchao():
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), local_files_only=True
-        )
-    return model.eval(), tokenizer
-
-
-@contextmanager
-def quiet_torchao() -> Iterator[None]:
-    """Hides two warnings of torchao, which transformers imports wherever it is installed."""
-    messages = {"torchao": "Failed to load", "torch.utils._pytree": "%s is an Enum subclass"}
-    with ExitStack() as stack:
-        for name, message in messages.items():
-            logger = logging.getLogger(name)
-            hides = partial(lambda start, record: not str(record.msg).startswith(start), message)
-            logger.addFilter(hides)
-            stack.callback(logger.removeFilter, hides)
-        yield
+    try:
+        return load_model(path, dtype, "cpu")
+    except kvpass.KvpassError as error:
+        sys.exit(str(error))
 
 
 def held_out_ids(tokenizer: Any, length: int, count: int) -> list[torch.Tensor]:

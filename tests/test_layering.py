@@ -170,12 +170,11 @@ def test_importing_the_package_does_not_import_torch(package):
 
 
 def test_importing_the_backend_prints_nothing():
-    """Nor does it import what transformers can quantize models with; the quickstart hides its
-    warnings."""
+    """Nor does it import what transformers can quantize models with; commands hide its warnings."""
     code = (
         "import sys, kvpass, kvpass.backend\n"
         "assert 'torchao' not in sys.modules\n"
-        "from examples.quickstart import quiet_torchao\n"
+        "from kvpass.cli.models import quiet_torchao\n"
         "with quiet_torchao():\n"
         "    import transformers.modeling_utils\n"
     )

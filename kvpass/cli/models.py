@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +29,28 @@ def load_model(path: str, dtype: str, device: str) -> tuple[Any, Any]:
     try:
         # Before the model is loaded: a device that torch does not know is found at once.
         target = torch.device(device)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), local_files_only=local
-        ).to(target)
+        with quiet_torchao():
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=local)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), local_files_only=local
+            ).to(target)
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise OptionError(f"'{path}' cannot be loaded on {device}: {reason}.") from None
     return model.eval(), tokenizer
+
+
+@contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Hides two warnings of torchao, which transformers imports wherever it is installed."""
+    messages = {"torchao": "Failed to load", "torch.utils._pytree": "%s is an Enum subclass"}
+    with ExitStack() as stack:
+        for name, message in messages.items():
+            logger = logging.getLogger(name)
+            hides = partial(lambda start, record: not str(record.msg).startswith(start), message)
+            logger.addFilter(hides)
+            stack.callback(logger.removeFilter, hides)
+        yield
 
 
 def load_or_make_model(text: str, dtype: str, device: str) -> Any:

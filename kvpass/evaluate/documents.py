@@ -93,7 +93,7 @@ class Writer:
         return found
 
     def ids(self, text: str) -> Ids:
-        """Of a text, without what the tokenizer puts around it."""
+        """Token ids of a text, without what the tokenizer puts around it."""
         # Texts may be longer than the model reads at once, of which the tokenizer warns.
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
