@@ -35,13 +35,20 @@ from kvpass.format.filters import FILTERS
 from kvpass.format.parse import parse_plan
 from kvpass.rules import RULES
 
+ROOT = Path(__file__).parents[1]
 
-def test_quickstart_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--prompt-tokens", "300", "--new-tokens", "8", "--texts", "1", "--scored", "4"]
-    quickstart.main([*sizes, "--questions", "2", "--inner", "eager"])
+
+def test_quickstart_prints_what_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of bytes and bits, for which few tokens have to be scored."""
+    quickstart.main(["--texts", "1", "--scored", "2", "--questions", "1", "--inner", "eager"])
     out = capsys.readouterr().out
-    for part in ("fuse_attention", "bits/element", "plain", "kivi-4bit", "kivi-2bit"):
-        assert part in out
+    assert "fuse_attention" in out
+    rows = re.findall(r"^(plain|kivi-.bit) +([\d,]+) +(\d+\.\d\d) ", out, re.M)
+    assert len(rows) == 3
+    for page in ("README.md", "examples/RESULTS.md"):
+        told = (ROOT / page).read_text().replace("`", "")
+        for row in rows:
+            assert f"| {' | '.join(row)} |" in told, page
 
 
 def test_quickstart_names_a_missing_model() -> None:
