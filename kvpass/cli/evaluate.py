@@ -32,7 +32,7 @@ from kvpass.cli.output import show
 @click.option("--prompt", type=POSITIVE, default=256, help="Tokens read before scored ones.")
 @click.option("--length", type=POSITIVE, help="Tokens of a piece; by default what MODEL supports.")
 @click.option("--tokens", type=POSITIVE, default=32768, help="Scored ones, if texts have as many.")
-@click.option("--batch", type=POSITIVE, default=24, help="Pieces at once.")
+@click.option("--batch", type=POSITIVE, default=24, help="The most pieces at once.")
 @click.option("--tasks", type=ListOf(click.STRING), help="All if not given; none: an empty text.")
 @click.option("--lengths", type=ListOf(POSITIVE), help="Tokens of the documents of tasks.")
 @click.option("--seeds", type=POSITIVE, default=3, help="Drawings of each task.")

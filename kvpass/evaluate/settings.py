@@ -25,7 +25,7 @@ class Settings:
         prompt: tokens of each piece of text that are prefilled and not scored.
         length: tokens of a piece of text at most; None: what the model supports, at most 8,192.
         tokens: tokens to score at least, where the texts allow.
-        batch: sequences at a time, of texts and of documents.
+        batch: the most sequences at a time, of texts and of documents.
         tasks: names of `TASKS`; none: texts are scored alone.
         lengths: tokens of a task's document, its question and its answer together; None: powers of
             two from 512 to ``length``.
