@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvpass
-from examples.quickstart import LARGER_MODEL, load
-from examples.skvq_ablation import bits_of, training_texts
-from examples.small_model_data import held_out_files, read_texts
+from examples.judging import Judge, Judged, add_arguments, line, training_texts
 from kvpass.bench.report import check_outputs
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.shapes import model_shape
-from kvpass.evaluate import Settings, evaluate
-from kvpass.evaluate.estimates import Estimate
 from kvpass.evaluate.plots import front
 from kvpass.evaluate.results import Results
 from kvpass.recipes import Auto, Kivi, Rotated, written_recipe
@@ -49,10 +44,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Bits against quality, for every method.")
     parser.add_argument("--budgets", type=float, nargs="+", default=[2.25, 2.5, 3.0, 4.0])
-    parser.add_argument("--folder", default="frontier", help="of plans and measurements")
-    parser.add_argument("--samples", type=int, default=64, help="calibration texts")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens to score at least")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a text at most")
+    add_arguments(parser, "frontier")
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier; needs kvpass[plot]")
     return parser.parse_args(argv)
 
@@ -66,22 +58,14 @@ def candidates(dim: int) -> list[str]:
     return names
 
 
-def make_plans(
-    model: Any, tokenizer: Any, budgets: Sequence[float], samples: int
-) -> dict[str, kvpass.Plan]:
+def make_plans(judge: Judge, budgets: Sequence[float]) -> dict[str, kvpass.Plan]:
     """The plans of all methods, by name, and of `auto` for each budget."""
-    texts = training_texts(samples)
-    auto, more = kvpass.recipe(AUTO), {"tokenizer": tokenizer, "samples": samples}
+    auto, samples, config = kvpass.recipe(AUTO), judge.samples, judge.model.config
     assert isinstance(auto, Auto)
-    scores = kvpass.score(model, auto, texts, **more)
-    plans = dict(zip(candidates(model.config.head_dim), scores.candidates, strict=True))
-    for name in OTHERS:
-        recipe = written_recipe(name)
-        plans[name] = (
-            kvpass.calibrate(model, recipe, texts, **more)
-            if recipe.calibrated
-            else recipe.plan(model.config)
-        )
+    texts, more = training_texts(samples), {"tokenizer": judge.tokenizer, "samples": samples}
+    scores = kvpass.score(judge.model, auto, texts, **more)
+    plans = dict(zip(candidates(config.head_dim), scores.candidates, strict=True))
+    plans |= {name: judge.plan(written_recipe(name)) for name in OTHERS}
     for budget, found in zip(budgets, kvpass.cost_curve(scores, budgets), strict=True):
         plans[auto_name(budget)] = found.plan
     return plans
@@ -108,13 +92,13 @@ def own_bits(cache: ModelCache, tokens: int) -> float:
     return total / elements
 
 
-class Frontier:
-    """What plans cost: bits, and divergence in thousandths of a nat per token.
+class Frontier(Judged):
+    """What plans cost, and which cost least.
 
     Attributes:
-        packed: bits per element of packed tokens, by name.
-        bits: the same of all tokens of a sequence, exact ones in bfloat16. What all layers share,
-            the cosines and sines of keys before RoPE, is left out: here are few layers to share it.
+        bits: per element of all tokens of a sequence, exact ones in bfloat16, by the plan's name.
+            What all layers share, the cosines and sines of keys before RoPE, is left out: here are
+            few layers to share it.
         cached: its length.
     """
 
@@ -125,29 +109,18 @@ class Frontier:
         found: Results,
         config: Any,
     ) -> None:
-        self._files, self._found = files, found
+        super().__init__(plans, files, found, config)
         shape = model_shape(config, torch.bfloat16)
         self.cached = int(next(iter(found.quality.values()))["cached"])
-        self.packed = {name: bits_of(plan, config) for name, plan in plans.items()}
         caches = {n: ModelCache.packed(shape, p, torch.bfloat16) for n, p in plans.items()}
         self.bits = {name: own_bits(cache, self.cached) for name, cache in caches.items()}
 
-    def divergence(
-        self, name: str, bucket: int | None = None, against: str | None = None
-    ) -> Estimate:
-        """See `Results.mean`."""
-        other = None if against is None else self._files[against]
-        return 1000 * self._found.mean(self._files[name], "kl", bucket, other)
-
     def table(self) -> str:
-        """A line for each plan, by its bits; divergence in 0.001 nats per token."""
-        ends = [f"{a}-{b}" for a, b in pairwise(self._found.settings.edges)]
-        heads = ["packed", "all bits", "divergence", *ends]
-        lines = [f"{'':28}" + "".join(f"{head:>16}" for head in heads)]
+        """A line for each plan, by its bits."""
+        lines = [line("", ["packed", "all bits", "divergence", *self.depths])]
         for name in sorted(self.bits, key=self.bits.__getitem__):
-            cells = [f"{self.packed[name]:.3f}", f"{self.bits[name]:.3f}"]
-            cells += [f"{self.divergence(name, i):.2f}" for i in (None, *range(len(ends)))]
-            lines.append(f"{name:28}" + "".join(f"{cell:>16}" for cell in cells))
+            bits = f"{self.packed[name]:.3f}", f"{self.bits[name]:.3f}"
+            lines.append(line(name, [*bits, *self.cells(name)]))
         return "\n".join(lines)
 
     def verdicts(self, budgets: Sequence[float]) -> list[str]:
@@ -197,22 +170,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     if args.plot:
         check_outputs(None, args.plot)
-    folder = Path(args.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = load(str(LARGER_MODEL), "float32")
-    names = [*candidates(model.config.head_dim), *OTHERS, *map(auto_name, args.budgets)]
-    files = {name: str(folder / f"{name}.safetensors") for name in names}
-    if all(Path(file).exists() for file in files.values()):
-        plans = {name: kvpass.Plan.load(file) for name, file in files.items()}
+    judge = Judge(args)
+    names = [*candidates(judge.model.config.head_dim), *OTHERS, *map(auto_name, args.budgets)]
+    if all(Path(judge.file(name)).exists() for name in names):
+        plans = {name: kvpass.Plan.load(judge.file(name)) for name in names}
     else:
-        plans = make_plans(model, tokenizer, args.budgets, args.samples)
+        plans = make_plans(judge, args.budgets)
         for name, plan in plans.items():
-            plan.save(files[name])
-    settings = Settings(tasks=(), tokens=args.tokens, length=args.length)
-    texts = read_texts(held_out_files())
-    measured = str(folder / "measured.jsonl")
-    evaluation = evaluate(model, tokenizer, list(files.values()), texts, settings, path=measured)
-    found = Frontier(plans, files, Results(evaluation), model.config)
+            plan.save(judge.file(name))
+    found = judge.judge(plans, Frontier)
     print(found.table(), *found.verdicts(args.budgets), sep="\n")
     if args.plot:
         found.plot(args.plot)

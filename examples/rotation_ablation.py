@@ -18,8 +18,9 @@ import torch
 from tqdm.auto import tqdm
 
 import kvpass
+from examples.judging import bits_of
 from examples.quickstart import held_out_ids
-from examples.skvq_ablation import PROMPT, Bench, add_arguments, bits_of
+from examples.skvq_ablation import PROMPT, Bench, add_arguments
 from kvpass.evaluate.quality import quality
 
 SCORED = 256

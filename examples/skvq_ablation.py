@@ -18,8 +18,8 @@ import torch
 from tqdm.auto import tqdm
 
 import kvpass
+from examples.judging import bits_of, training_texts
 from examples.quickstart import SMALL_MODEL, held_out_ids, load, recall_prompt
-from examples.small_model_data import read_texts, training_files
 from kvpass.evaluate import perplexity, recall_accuracy
 
 # Every step keeps what those before it have added.
@@ -108,20 +108,6 @@ class Bench:
             perplexity(self.model, self.texts, PROMPT, cache),
             recall_accuracy(self.model, self.recall, cache),
         )
-
-
-def training_texts(samples: int) -> list[str]:
-    """So many texts, or some more, to calibrate on."""
-    files = training_files()
-    return list(read_texts(files[:: max(1, len(files) // samples)]))
-
-
-def bits_of(plan: kvpass.Plan, config: Any) -> float:
-    """Bits per element of packed tokens, a mean over the layers' keys and values."""
-    layers = [plan.layer_at(i) for i in range(config.num_hidden_layers)]
-    codecs = [tensor.codec for layer in layers for tensor in (layer.keys, layer.values)]
-    shape = (config.head_dim, config.num_key_value_heads)
-    return sum(codec.bits_per_element(*shape) for codec in codecs) / len(codecs)
 
 
 def recipes(group: int) -> list[tuple[str, kvpass.Recipe]]:

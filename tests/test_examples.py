@@ -17,6 +17,7 @@ from examples import (
     chunk_switching,
     cocktail,
     frontier,
+    judging,
     kvmix_parts,
     kvquant_ladder,
     plot_peak_memory,
@@ -139,7 +140,7 @@ def test_lots_have_as_many_bits() -> None:
     two, four = (kvpass.recipe(f"kivi-{b}bit").plan(config).default for b in (2, 4))
     mixed = kvpass.Plan(two, {"0": two, "1": kvpass.LayerPlan(four.keys, two.values)})
     lots = list(kvmix_parts.by_lot(mixed, 8))
-    assert {skvq_ablation.bits_of(plan, config) for plan in lots} == {3.5}
+    assert {judging.bits_of(plan, config) for plan in lots} == {3.5}
     assert {plan.layer_at(0).keys.codec.bits for plan in lots} == {2, 4}
     assert all(plan.layer_at(i).values == two.values for plan in lots for i in range(2))
 
@@ -212,7 +213,7 @@ def test_bits_of_a_plan_are_a_mean_over_its_layers() -> None:
     two, four = (kvpass.recipe(f"kivi-{b}bit").plan(config).default for b in (2, 4))
     plan = kvpass.Plan(two, {"0": two, "1": kvpass.LayerPlan(two.keys, four.values)})
     # Scales of groups of 32 are a bit for each element.
-    assert skvq_ablation.bits_of(plan, config) == 3.5
+    assert judging.bits_of(plan, config) == 3.5
 
 
 def test_cocktail_shows_a_question(

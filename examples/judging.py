@@ -1,0 +1,115 @@
+"""Plans beside each other on the larger model, judged as `kvpass eval` judges recipes.
+
+Plans and measurements are kept in a folder: what is there is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import kvpass
+from examples.quickstart import LARGER_MODEL, load
+from examples.small_model_data import held_out_files, read_texts, training_files
+from kvpass.evaluate import Settings, evaluate
+from kvpass.evaluate.estimates import Estimate
+from kvpass.evaluate.results import Results
+
+
+def add_arguments(parser: argparse.ArgumentParser, folder: str) -> None:
+    """Adds the options of a `Judge`."""
+    parser.add_argument("--folder", default=folder, help="of plans and measurements")
+    parser.add_argument("--samples", type=int, default=64, help="calibration texts")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens to score at least")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a text at most")
+
+
+def training_texts(samples: int) -> list[str]:
+    """So many texts, or some more, to calibrate on."""
+    files = training_files()
+    return list(read_texts(files[:: max(1, len(files) // samples)]))
+
+
+def bits_of(plan: kvpass.Plan, config: Any) -> float:
+    """Bits per element of packed tokens, a mean over the layers' keys and values."""
+    layers = [plan.layer_at(i) for i in range(config.num_hidden_layers)]
+    codecs = [tensor.codec for layer in layers for tensor in (layer.keys, layer.values)]
+    shape = (config.head_dim, config.num_key_value_heads)
+    return sum(codec.bits_per_element(*shape) for codec in codecs) / len(codecs)
+
+
+class Judged:
+    """What plans cost: bits, and divergence in thousandths of a nat per token.
+
+    Attributes:
+        packed: bits per element of packed tokens, by the plan's name.
+        found: the measurements, of the plans' files.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[str, kvpass.Plan],
+        files: Mapping[str, str],
+        found: Results,
+        config: Any,
+    ) -> None:
+        self._files, self.found = files, found
+        self.packed = {name: bits_of(plan, config) for name, plan in plans.items()}
+
+    def divergence(
+        self, name: str, bucket: int | None = None, against: str | None = None
+    ) -> Estimate:
+        """See `Results.mean`."""
+        other = None if against is None else self._files[against]
+        return 1000 * self.found.mean(self._files[name], "kl", bucket, other)
+
+    @property
+    def depths(self) -> list[str]:
+        """Tokens of context that the columns of `cells` are for."""
+        return [f"{first}-{last}" for first, last in pairwise(self.found.settings.edges)]
+
+    def cells(self, name: str) -> list[str]:
+        """Divergence in all and by depth, with standard errors."""
+        buckets = (None, *range(len(self.depths)))
+        return [f"{self.divergence(name, bucket):.2f}" for bucket in buckets]
+
+
+View = TypeVar("View", bound=Judged)
+
+
+def line(name: str, cells: Sequence[str]) -> str:
+    """A line of a table."""
+    return f"{name:32}" + "".join(f"{cell:>15}" for cell in cells)
+
+
+class Judge:
+    """The larger model, what plans are calibrated on, and a folder."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.model, self.tokenizer = load(str(LARGER_MODEL), "float32")
+        self.samples = args.samples
+        self._settings = Settings(tasks=(), tokens=args.tokens, length=args.length)
+        self._folder = Path(args.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def file(self, name: str) -> str:
+        """Where the plan of that name is, or will be."""
+        return str(self._folder / f"{name}.safetensors")
+
+    def plan(self, recipe: kvpass.Recipe) -> kvpass.Plan:
+        """The recipe's plan, calibrated if it asks for that."""
+        if not recipe.calibrated:
+            return recipe.plan(self.model.config)
+        texts, more = training_texts(self.samples), {"tokenizer": self.tokenizer}
+        return kvpass.calibrate(self.model, recipe, texts, samples=self.samples, **more)
+
+    def judge(self, plans: Mapping[str, kvpass.Plan], view: type[View]) -> View:
+        """Measures plans that are in the folder on files that the model has never seen."""
+        files, texts = {name: self.file(name) for name in plans}, read_texts(held_out_files())
+        measured = str(self._folder / "measured.jsonl")
+        given = self.model, self.tokenizer, list(files.values()), texts, self._settings
+        found = Results(evaluate(*given, path=measured))
+        return view(plans, files, found, self.model.config)
