@@ -1,6 +1,6 @@
 """Bits against quality: every method, and what `auto` mixes of them for budgets of bits.
 
-    python -m examples.frontier --plot examples/frontier.png       # about an hour on 2 cores
+    python -m examples.frontier --plot examples/frontier.png       # half an hour on 2 cores
 
 Calibrates on files the larger model was trained on: all candidates of `auto` are scored once, for
 all budgets. Measures, as `kvpass eval` does, how far predictions on files that the model has never
