@@ -2,7 +2,7 @@
 
     python -m examples.plot_peak_memory --out examples/peak_memory.svg    # needs kvpass[plot]
 
-On Linux. Every cache is measured in a process of its own, the shipped model generating for a batch
+On Linux. Every cache is measured in a process of its own, the small model generating for a batch
 of sequences. What is plotted is the process's peak (``VmHWM``) since the token before, less what it
 held before it began: the cache, its spare room, and all that a step allocates meanwhile.
 """

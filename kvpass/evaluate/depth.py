@@ -82,10 +82,10 @@ def text_batches(
     return [_batch(pieces[i : i + rows], rows) for i in range(0, len(pieces), rows)]
 
 
-def _batch(pieces: Sequence[tuple[int, Tensor]], batch: int) -> TextBatch:
+def _batch(pieces: Sequence[tuple[int, Tensor]], rows: int) -> TextBatch:
     longest = len(pieces[0][1])
-    ids, lengths = torch.zeros(batch, longest, dtype=torch.long), torch.zeros(batch).long()
-    texts = torch.zeros(batch, dtype=torch.long)
+    ids, lengths = torch.zeros(rows, longest, dtype=torch.long), torch.zeros(rows).long()
+    texts = torch.zeros(rows, dtype=torch.long)
     for row, (text, piece) in enumerate(pieces):
         ids[row, : len(piece)] = piece
         lengths[row], texts[row] = len(piece), text
