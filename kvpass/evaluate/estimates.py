@@ -25,6 +25,12 @@ class Estimate:
         """Whether the mean differs from 0 by more than two standard errors."""
         return abs(self.mean) > _ERRORS * self.error
 
+    @property
+    def percent(self) -> Estimate:
+        """The relative change, in percent, that a difference of logarithms stands for."""
+        factor = math.exp(self.mean)
+        return Estimate(100 * (factor - 1), 100 * factor * self.error)
+
     def __format__(self, spec: str) -> str:
         error = "?" if math.isnan(self.error) else format(self.error, spec.lstrip("+"))
         return f"{self.mean:{spec}} ±{error}"

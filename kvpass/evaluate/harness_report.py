@@ -115,8 +115,8 @@ def _change(record: Record, plain: Record, task: str, metric: str, filter_: str)
     unit, spec = "", "+z.4f"
     if not _agrees(apart.mean, own.mean - other.mean):
         if min(own.mean, other.mean) > 0 and _agrees(less.mean, math.log(own.mean / other.mean)):
-            # A perplexity: a small change of the logarithm is a relative one.
-            apart, unit, spec = 100 * less, "%", "+z.2f"
+            # A perplexity.
+            apart, unit, spec = less.percent, "%", "+z.2f"
         else:
             apart = Estimate(own.mean - other.mean, math.hypot(own.error, other.error))
     known = not math.isnan(apart.error)

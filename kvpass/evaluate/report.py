@@ -24,7 +24,7 @@ def sections(evaluation: Evaluation) -> list[Section]:
     tables = [
         _ranking(found, evaluation.notes),
         _by_depth(found, "Divergence by depth, 0.001 nats per token", _divergence),
-        _by_depth(found, "Perplexity by depth, and its change against plain", _perplexity),
+        _by_depth(found, "Perplexity by depth, and its change against plain", perplexity_cell),
         _by_depth(found, "The plain model's most likely token, % of positions", _same),
     ]
     if found.settings.tasks:
@@ -76,7 +76,12 @@ def _ranking(found: Results, notes: tuple[str, ...]) -> Section:
         if name in found.quality:
             _, behind = found.ranks.get(name, (None, None))
             apart = f"{1000 * behind:.2f}{'' if behind.certain else ' tie'}" if behind else ""
-            cells += [_divergence(found, name), apart, _perplexity(found, name), _same(found, name)]
+            cells += [
+                _divergence(found, name),
+                apart,
+                perplexity_cell(found, name),
+                _same(found, name),
+            ]
         else:
             cells.append(found.reasons.get(name, "not measured"))
         rows.append(cells)
@@ -109,12 +114,12 @@ def _divergence(found: Results, name: str, bucket: int | None = None) -> str:
     return "0" if name == PLAIN else f"{1000 * found.mean(name, 'kl', bucket):z.2f}"
 
 
-def _perplexity(found: Results, name: str, bucket: int | None = None) -> str:
+def perplexity_cell(found: Results, name: str, bucket: int | None = None) -> str:
+    """A recipe's perplexity, and its change against that of the plain model."""
     perplexity = f"{math.exp(found.mean(name, 'nll', bucket).mean):.2f}"
     if name == PLAIN:
         return perplexity
-    # A small change of the logarithm is a relative one.
-    return f"{perplexity} {100 * found.mean(name, 'nll', bucket, PLAIN):+z.2f}%"
+    return f"{perplexity} {found.mean(name, 'nll', bucket, PLAIN).percent:+z.2f}%"
 
 
 def _same(found: Results, name: str, bucket: int | None = None) -> str:

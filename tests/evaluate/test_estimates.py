@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.evaluate.estimates import estimate, ranking
+from kvpass.evaluate.estimates import Estimate, estimate, ranking
 
 
 def of(*values: float) -> Tensor:
@@ -35,6 +35,11 @@ def test_one_text_says_nothing_of_its_error() -> None:
     assert math.isnan(found.error)
     assert not found.certain
     assert math.isnan(estimate(of(0), of(0)).mean)
+
+
+def test_a_difference_of_logarithms_is_a_relative_change() -> None:
+    found = Estimate(math.log(2), 0.01).percent
+    assert (found.mean, found.error) == (pytest.approx(100), pytest.approx(2))
 
 
 def test_neighbours_are_compared_over_the_same_tokens() -> None:

@@ -152,7 +152,7 @@ def test_a_table_of_what_the_harness_found() -> None:
     assert section.header == ["task", "metric", "documents", "plain", "kivi-2bit"]
     assert section.rows == [
         ["task, 5-shot", "acc,none", "4", "0.7500 ±0.2500", "0.5000 -0.2500 ±0.2500 tie"],
-        ["task, 5-shot", "word_perplexity,none", "4", "54.5982 ±?", "56.8263 +4.00 ±0.41%"],
+        ["task, 5-shot", "word_perplexity,none", "4", "54.5982 ±?", "56.8263 +4.08 ±0.42%"],
         ["task, 5-shot", "bleu,none", "4", "20.0000 ±0.3000", "19.0000 -1.0000 ±0.4243"],
         ["ruler", "512,none", "2", "0.5000 ±?", "0.5000 +0.0000 ±0.0000 tie"],
         ["cache", "bits per element", "", "32.00", "3.30"],
