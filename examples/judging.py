@@ -11,12 +11,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tqdm.auto import tqdm
+
 import kvpass
 from examples.quickstart import LARGER_MODEL, load
 from examples.small_model_data import held_out_files, read_texts, training_files
 from kvpass.evaluate import Settings, evaluate
 from kvpass.evaluate.estimates import Estimate
+from kvpass.evaluate.report import perplexity_cell
 from kvpass.evaluate.results import Results
+from kvpass.evaluate.runner import PLAIN
 
 
 def add_arguments(parser: argparse.ArgumentParser, folder: str) -> None:
@@ -76,13 +80,21 @@ class Judged:
         buckets = (None, *range(len(self.depths)))
         return [f"{self.divergence(name, bucket):.2f}" for bucket in buckets]
 
+    def table(self) -> str:
+        """A line for each plan, as they were given, and for none."""
+        lines = [line("", ["bits", "divergence", *self.depths, "perplexity"])]
+        for name, bits in self.packed.items():
+            told = perplexity_cell(self.found, self._files[name])
+            lines.append(line(name, [f"{bits:.3f}", *self.cells(name), f"  {told}"]))
+        return "\n".join([*lines, f"plain: perplexity {perplexity_cell(self.found, PLAIN)}"])
+
 
 View = TypeVar("View", bound=Judged)
 
 
 def line(name: str, cells: Sequence[str]) -> str:
     """A line of a table."""
-    return f"{name:32}" + "".join(f"{cell:>15}" for cell in cells)
+    return f"{name:36}" + "".join(f"{cell:>15}" for cell in cells)
 
 
 class Judge:
@@ -105,6 +117,15 @@ class Judge:
             return recipe.plan(self.model.config)
         texts, more = training_texts(self.samples), {"tokenizer": self.tokenizer}
         return kvpass.calibrate(self.model, recipe, texts, samples=self.samples, **more)
+
+    def plans(self, recipes: Sequence[tuple[str, kvpass.Recipe]]) -> dict[str, kvpass.Plan]:
+        """The plans of recipes by name, from the folder or else into it."""
+        found = {}
+        for name, recipe in tqdm(recipes, "plans", leave=False):
+            if not Path(self.file(name)).exists():
+                self.plan(recipe).save(self.file(name))
+            found[name] = kvpass.Plan.load(self.file(name))
+        return found
 
     def judge(self, plans: Mapping[str, kvpass.Plan], view: type[View]) -> View:
         """Measures plans that are in the folder on files that the model has never seen."""

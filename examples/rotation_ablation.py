@@ -1,11 +1,12 @@
-"""What rotations of channels are worth on the small model, part by part.
+"""What rotations of channels are worth on the larger model, part by part.
 
-    python -m examples.rotation_ablation                   # about 15 minutes on 2 cores
-    python -m examples.rotation_ablation --outliers 8      # keys have channels that stand out
-    python -m examples.rotation_ablation --biases 600      # keys have large biases
+    python -m examples.rotation_ablation                             # 15 minutes on 2 cores
+    python -m examples.rotation_ablation --folder more --outliers 8  # channels of keys stand out
+    python -m examples.rotation_ablation --folder most --biases 600  # keys have large biases
 
-Calibrates as `examples.skvq_ablation` does, and measures the divergence of the model's predictions
-on files that it has never seen, through a cache that is rounded as the packed one is.
+Calibrates on files that the model was trained on, and measures as `kvpass eval` does how far
+predictions on files that it has never seen diverge. A folder is for one model: those with outliers
+or biases need their own.
 """
 
 from __future__ import annotations
@@ -15,15 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 import kvpass
-from examples.judging import bits_of
-from examples.quickstart import held_out_ids
-from examples.skvq_ablation import PROMPT, Bench, add_arguments
-from kvpass.evaluate.quality import quality
+from examples.judging import Judge, Judged, add_arguments
 
-SCORED = 256
 # At 2 bits, in groups of 64 channels. Every step keeps what those before it have added, but that
 # levels take the place of clipping, and it theirs.
 PLAIN: dict[str, Any] = {"clip": False, "window": 0, "sinks": 0}
@@ -47,15 +43,16 @@ OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rotated-k4v2", {}),
     *((name, {"before_rope": True}) for name in ("kivi-2bit", "kivi-4bit", "rotated-4bit")),
 )
-HEADER = f"{'':36}{'bits':>8}{'perplexity':>12}{'divergence':>12}"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="What rotations of channels are worth.")
-    add_arguments(parser)
+    add_arguments(parser, "rotations")
     parser.add_argument("--outliers", type=float, default=1, help="see add_outliers")
     parser.add_argument("--biases", type=float, default=0, help="see add_biases")
+    names = [name for name, _ in recipes()]
+    parser.add_argument("--only", nargs="+", metavar="ROW", choices=names, default=names)
     return parser.parse_args(argv)
 
 
@@ -100,36 +97,15 @@ def add_biases(model: Any, norm: float) -> None:
         bias.add_(more * (norm / more.norm()))
 
 
-class Divergence(Bench):
-    """A `Bench` that judges by the predictions of each token, which shows small losses."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        add_outliers(self.model, args.outliers)
-        add_biases(self.model, args.biases)
-        self.texts = held_out_ids(self.tokenizer, PROMPT + SCORED, args.texts)
-
-    def line(self, name: str, recipe: kvpass.Recipe) -> str:
-        """What a recipe costs."""
-        plan = self.plan(recipe)
-
-        def new_cache() -> Any:
-            return kvpass.oracle_cache(plan, self.model.config, self.model)
-
-        found = quality(self.model, self.texts, PROMPT, new_cache, batch=len(self.texts))
-        bits = bits_of(plan, self.model.config)
-        return f"{name:36}{bits:>8.3f}{found.perplexity:>12.3f}{found.divergence:>12.6f}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
     args = arguments(argv)
     torch.manual_seed(0)
-    bench = Divergence(args)
-    print(HEADER, flush=True)
-    print(bench.line("no packing", kvpass.recipe("fp")), flush=True)
-    for name, recipe in tqdm(recipes(), leave=False):
-        tqdm.write(bench.line(name, recipe))
+    judge = Judge(args)
+    add_outliers(judge.model, args.outliers)
+    add_biases(judge.model, args.biases)
+    plans = judge.plans([(name, recipe) for name, recipe in recipes() if name in args.only])
+    print(judge.judge(plans, Judged).table())
 
 
 if __name__ == "__main__":
