@@ -11,19 +11,18 @@ kept in a folder; what is measured there is not measured again.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 import kvpass
-from examples.judging import Judge, Judged, add_arguments, line, training_texts
+from examples.judging import Judge, Judged, add_arguments, line
 from kvpass.bench.report import check_outputs
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.shapes import model_shape
 from kvpass.evaluate.plots import front
-from kvpass.evaluate.results import Results
 from kvpass.recipes import Auto, Kivi, Rotated, written_recipe
 
 # Beside the candidates of `auto`.
@@ -60,11 +59,11 @@ def candidates(dim: int) -> list[str]:
 
 def make_plans(judge: Judge, budgets: Sequence[float]) -> dict[str, kvpass.Plan]:
     """The plans of all methods, by name, and of `auto` for each budget."""
-    auto, samples, config = kvpass.recipe(AUTO), judge.samples, judge.model.config
+    auto, dim = kvpass.recipe(AUTO), judge.model.config.head_dim
     assert isinstance(auto, Auto)
-    texts, more = training_texts(samples), {"tokenizer": judge.tokenizer, "samples": samples}
-    scores = kvpass.score(judge.model, auto, texts, **more)
-    plans = dict(zip(candidates(config.head_dim), scores.candidates, strict=True))
+    more = {"tokenizer": judge.tokenizer, "samples": judge.samples}
+    scores = kvpass.score(judge.model, auto, judge.texts, **more)
+    plans = dict(zip(candidates(dim), scores.candidates, strict=True))
     plans |= {name: judge.plan(written_recipe(name)) for name in OTHERS}
     for budget, found in zip(budgets, kvpass.cost_curve(scores, budgets), strict=True):
         plans[auto_name(budget)] = found.plan
@@ -93,27 +92,22 @@ def own_bits(cache: ModelCache, tokens: int) -> float:
 
 
 class Frontier(Judged):
-    """What plans cost, and which cost least.
+    """What plans cost, and which cost least."""
 
-    Attributes:
-        bits: per element of all tokens of a sequence, exact ones in bfloat16, by the plan's name.
-            What all layers share, the cosines and sines of keys before RoPE, is left out: here are
-            few layers to share it.
-        cached: its length.
-    """
+    @property
+    def cached(self) -> int:
+        """Tokens of a sequence."""
+        return int(next(iter(self.found.quality.values()))["cached"])
 
-    def __init__(
-        self,
-        plans: Mapping[str, kvpass.Plan],
-        files: Mapping[str, str],
-        found: Results,
-        config: Any,
-    ) -> None:
-        super().__init__(plans, files, found, config)
-        shape = model_shape(config, torch.bfloat16)
-        self.cached = int(next(iter(found.quality.values()))["cached"])
-        caches = {n: ModelCache.packed(shape, p, torch.bfloat16) for n, p in plans.items()}
-        self.bits = {name: own_bits(cache, self.cached) for name, cache in caches.items()}
+    @cached_property
+    def bits(self) -> dict[str, float]:
+        """Bits per element of all tokens of a sequence, exact ones in bfloat16, by the plan's name.
+        What all layers share, the cosines and sines of keys before RoPE, is left out: here are few
+        layers to share it."""
+        dtype = torch.bfloat16
+        shape = model_shape(self.config, dtype)
+        caches = {n: ModelCache.packed(shape, plan, dtype) for n, plan in self.plans.items()}
+        return {name: own_bits(cache, self.cached) for name, cache in caches.items()}
 
     def table(self) -> str:
         """A line for each plan, by its bits."""
@@ -172,13 +166,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_outputs(None, args.plot)
     judge = Judge(args)
     names = [*candidates(judge.model.config.head_dim), *OTHERS, *map(auto_name, args.budgets)]
-    if all(Path(judge.file(name)).exists() for name in names):
-        plans = {name: kvpass.Plan.load(judge.file(name)) for name in names}
-    else:
-        plans = make_plans(judge, args.budgets)
-        for name, plan in plans.items():
+    if not all(map(judge.has, names)):
+        for name, plan in make_plans(judge, args.budgets).items():
             plan.save(judge.file(name))
-    found = judge.judge(plans, Frontier)
+    found = judge.judge(judge.load(names), Frontier)
     print(found.table(), *found.verdicts(args.budgets), sep="\n")
     if args.plot:
         found.plot(args.plot)

@@ -6,7 +6,8 @@ Plans and measurements are kept in a folder: what is there is not made again.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,10 +46,21 @@ def bits_of(plan: kvpass.Plan, config: Any) -> float:
     return sum(codec.bits_per_element(*shape) for codec in codecs) / len(codecs)
 
 
+def made_plan(
+    recipe: kvpass.Recipe, model: Any, tokenizer: Any, texts: Sequence[str], samples: int
+) -> kvpass.Plan:
+    """The recipe's plan, calibrated if it asks for that."""
+    if not recipe.calibrated:
+        return recipe.plan(model.config)
+    return kvpass.calibrate(model, recipe, texts, tokenizer=tokenizer, samples=samples)
+
+
 class Judged:
     """What plans cost: bits, and divergence in thousandths of a nat per token.
 
     Attributes:
+        plans: by name.
+        config: of the model.
         packed: bits per element of packed tokens, by the plan's name.
         found: the measurements, of the plans' files.
     """
@@ -61,6 +73,7 @@ class Judged:
         config: Any,
     ) -> None:
         self._files, self.found = files, found
+        self.plans, self.config = plans, config
         self.packed = {name: bits_of(plan, config) for name, plan in plans.items()}
 
     def divergence(
@@ -111,21 +124,29 @@ class Judge:
         """Where the plan of that name is, or will be."""
         return str(self._folder / f"{name}.safetensors")
 
+    @cached_property
+    def texts(self) -> list[str]:
+        """What plans are calibrated on."""
+        return training_texts(self.samples)
+
     def plan(self, recipe: kvpass.Recipe) -> kvpass.Plan:
-        """The recipe's plan, calibrated if it asks for that."""
-        if not recipe.calibrated:
-            return recipe.plan(self.model.config)
-        texts, more = training_texts(self.samples), {"tokenizer": self.tokenizer}
-        return kvpass.calibrate(self.model, recipe, texts, samples=self.samples, **more)
+        """See `made_plan`."""
+        return made_plan(recipe, self.model, self.tokenizer, self.texts, self.samples)
+
+    def has(self, name: str) -> bool:
+        """Whether the plan of that name is in the folder."""
+        return Path(self.file(name)).exists()
+
+    def load(self, names: Iterable[str]) -> dict[str, kvpass.Plan]:
+        """The plans of these names, from the folder."""
+        return {name: kvpass.Plan.load(self.file(name)) for name in names}
 
     def plans(self, recipes: Sequence[tuple[str, kvpass.Recipe]]) -> dict[str, kvpass.Plan]:
         """The plans of recipes by name, from the folder or else into it."""
-        found = {}
         for name, recipe in tqdm(recipes, "plans", leave=False):
-            if not Path(self.file(name)).exists():
+            if not self.has(name):
                 self.plan(recipe).save(self.file(name))
-            found[name] = kvpass.Plan.load(self.file(name))
-        return found
+        return self.load(name for name, _ in recipes)
 
     def judge(self, plans: Mapping[str, kvpass.Plan], view: type[View]) -> View:
         """Measures plans that are in the folder on files that the model has never seen."""

@@ -1,7 +1,7 @@
 """Generate from a packed KV cache, and see what it costs and saves.
 
     python -m examples.quickstart                  # the larger model shipped beside this file
-    python -m examples.quickstart --model PATH     # any local transformers model
+    python -m examples.quickstart --model PATH     # a folder, or a name on the Hugging Face hub
 
 Loads a model, continues a long prompt with the plain cache, with kivi-4bit and with kivi-2bit, and
 prints cache bytes, bits per element, held-out perplexity, recall accuracy and the first token that
@@ -70,7 +70,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else ""
     )
-    parser.add_argument("--model", default=str(LARGER_MODEL), help="a local model folder")
+    parser.add_argument("--model", default=str(LARGER_MODEL), help="a folder, or a name on the hub")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--inner", default="inductor", choices=("inductor", "eager"))
     parser.add_argument("--prompt-tokens", type=int, default=1024)
@@ -85,7 +85,7 @@ def load(path: str, dtype: str) -> tuple[Any, Any]:
     """A model in ``dtype`` and its tokenizer.
 
     Raises:
-        SystemExit: with one sentence, if ``path`` is none.
+        SystemExit: with one sentence, if there is none, or it cannot be loaded.
     """
     try:
         return load_model(path, dtype, "cpu")

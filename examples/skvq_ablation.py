@@ -18,7 +18,7 @@ import torch
 from tqdm.auto import tqdm
 
 import kvpass
-from examples.judging import bits_of, training_texts
+from examples.judging import bits_of, made_plan, training_texts
 from examples.quickstart import SMALL_MODEL, held_out_ids, load, recall_prompt
 from kvpass.evaluate import perplexity, recall_accuracy
 
@@ -68,7 +68,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.model, self.tokenizer = load(str(SMALL_MODEL), "float32")
-        self.samples = args.samples
+        self._samples, self._training = args.samples, training_texts(args.samples)
         self.texts = held_out_ids(self.tokenizer, PROMPT + SCORED, args.texts)
         self.recall = [
             recall_prompt(self.tokenizer, PROMPT, 24, seed) for seed in range(args.documents)
@@ -80,18 +80,11 @@ class Bench:
         print(f"plain: perplexity {plain.perplexity:.3f}, recall {plain.recall:.1%}", flush=True)
 
     def plan(self, recipe: kvpass.Recipe) -> kvpass.Plan:
-        """The recipe's plan, calibrated if it asks for that."""
-        if not recipe.calibrated:
-            return recipe.plan(self.model.config)
+        """See `made_plan`; says how long calibrating takes."""
         start = time.perf_counter()
-        plan = kvpass.calibrate(
-            self.model,
-            recipe,
-            training_texts(self.samples),
-            tokenizer=self.tokenizer,
-            samples=self.samples,
-        )
-        tqdm.write(f"{'':16}calibrated in {time.perf_counter() - start:.0f} s")
+        plan = made_plan(recipe, self.model, self.tokenizer, self._training, self._samples)
+        if recipe.calibrated:
+            tqdm.write(f"{'':16}calibrated in {time.perf_counter() - start:.0f} s")
         return plan
 
     def row(self, name: str, plan: kvpass.Plan | None) -> Row:

@@ -112,9 +112,9 @@ def _of_shape(op: Any, x: PackedKV, *args: Any, **kwargs: Any) -> Any:
     return op(x.segment_ends.new_empty(1, dtype=x.dtype).expand(x.shape), *args, **kwargs)
 
 
-for _op in ("empty_like", "zeros_like", "ones_like", "full_like",
-            "new_empty", "new_zeros", "new_ones", "new_full"):  # fmt: skip
-    handles(getattr(aten, _op).default)(partial(_of_shape, getattr(aten, _op).default))
+for _op in (aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like,
+            aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full):  # fmt: skip
+    handles(_op.default)(partial(_of_shape, _op.default))
 
 
 @handles(aten.index_select.default)
