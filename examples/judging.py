@@ -141,12 +141,21 @@ class Judge:
         """The plans of these names, from the folder."""
         return {name: kvpass.Plan.load(self.file(name)) for name in names}
 
-    def plans(self, recipes: Sequence[tuple[str, kvpass.Recipe]]) -> dict[str, kvpass.Plan]:
-        """The plans of recipes by name, from the folder or else into it."""
-        for name, recipe in tqdm(recipes, "plans", leave=False):
-            if not self.has(name):
-                self.plan(recipe).save(self.file(name))
-        return self.load(name for name, _ in recipes)
+    def plans(
+        self, rows: Sequence[tuple[str, kvpass.Recipe | kvpass.Plan]]
+    ) -> dict[str, kvpass.Plan]:
+        """Plans by name, from the folder or else into it; a recipe that does not fit the model is
+        left out, and says why."""
+        for name, row in tqdm(rows, "plans", leave=False):
+            if self.has(name):
+                continue
+            try:
+                plan = row if isinstance(row, kvpass.Plan) else self.plan(row)
+            except kvpass.KvpassError as error:
+                tqdm.write(f"{name}: {error}")
+            else:
+                plan.save(self.file(name))
+        return self.load(name for name, _ in rows if self.has(name))
 
     def judge(self, plans: Mapping[str, kvpass.Plan], view: type[View]) -> View:
         """Measures plans that are in the folder on files that the model has never seen."""

@@ -1,6 +1,6 @@
-"""What each part of KVQuant is worth on the small model: the order of the paper's table 1.
+"""What each part of KVQuant is worth on the larger model: the order of the paper's table 1.
 
-    python -m examples.kvquant_ladder              # about 15 minutes on 2 cores
+    python -m examples.kvquant_ladder
 
 Calibrates and measures as `examples.skvq_ablation` does.
 """
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 import kvpass
-from examples.skvq_ablation import HEADER, Bench, add_arguments
+from examples.judging import Judge, Judged, add_arguments
 
 # Every step keeps what those before it have added.
 STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -34,7 +33,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="What each part of KVQuant is worth.")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
-    add_arguments(parser)
+    add_arguments(parser, "kvquant")
     return parser.parse_args(argv)
 
 
@@ -58,18 +57,16 @@ def recipes(bits: int) -> list[tuple[str, kvpass.Recipe]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a table for each number of bits."""
+    """Prints a table of all numbers of bits."""
     args = arguments(argv)
     torch.manual_seed(0)
-    bench = Bench(args)
-    bench.show_plain()
-    config = bench.model.config
+    judge = Judge(args)
+    channels = judge.model.config.num_key_value_heads * judge.model.config.head_dim
+    rows: list[tuple[str, kvpass.Recipe | kvpass.Plan]] = []
     for bits in args.bits:
-        print(f"\n{bits} bits\n{HEADER}", flush=True)
-        start = per_token(bits, config.num_key_value_heads * config.head_dim)
-        tqdm.write(str(bench.row("per token", start)))
-        for name, recipe in tqdm(recipes(bits), desc=f"{bits} bits", leave=False):
-            tqdm.write(str(bench.row(name, bench.plan(recipe))))
+        rows.append((f"per token, {bits} bits", per_token(bits, channels)))
+        rows += [(f"{name}, {bits} bits", recipe) for name, recipe in recipes(bits)]
+    print(judge.judge(judge.plans(rows), Judged).table())
 
 
 if __name__ == "__main__":

@@ -96,20 +96,13 @@ def load(path: str, dtype: str) -> tuple[Any, Any]:
 def held_out_ids(tokenizer: Any, length: int, count: int) -> list[torch.Tensor]:
     """The first ``length`` tokens of ``count`` held-out files that are long enough."""
     ids = (
-        torch.tensor(tokenizer(text, add_special_tokens=True)["input_ids"])
+        torch.tensor(tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
         for text in read_texts(held_out_files())
     )
     texts = [t[:length] for t in ids if t.numel() >= length][:count]
     if not texts:
         sys.exit(f"No held-out file has {length} tokens; ask for fewer with --prompt-tokens.")
     return texts
-
-
-def held_out_pieces(tokenizer: Any, length: int) -> list[torch.Tensor]:
-    """All pieces of ``length`` tokens that the held-out files give, one behind the other."""
-    files = (tokenizer(text, add_special_tokens=False) for text in read_texts(held_out_files()))
-    pieces = (torch.tensor(file["input_ids"]).split(length) for file in files)
-    return [piece for file in pieces for piece in file if piece.numel() == length]
 
 
 def recall_prompt(tokenizer: Any, length: int, questions: int, seed: int = 0) -> RecallPrompt:

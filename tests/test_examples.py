@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import re
 from pathlib import Path
@@ -133,6 +134,22 @@ def test_the_ladder_adds_one_part_at_a_time() -> None:
     assert [r.window for r in recipes] == [0] * 5 + [128] * 2
     plan = kvquant_ladder.per_token(2, 128)
     assert str(plan.default.keys) == "int2.token128/sinks=1,window=0,pack_every=1"
+
+
+def test_plans_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe that does not fit the model says why."""
+    parser = argparse.ArgumentParser()
+    judging.add_arguments(parser, str(tmp_path))
+    judge = judging.Judge(parser.parse_args([]))
+    unfit = kvpass.recipe("skvq-k2v2", group=48, clip=False, reorder=False)
+    plan = kvquant_ladder.per_token(4, 128)
+    plans = judge.plans([("own", kvpass.recipe("kivi-4bit")), ("unfit", unfit), ("written", plan)])
+    assert list(plans) == ["own", "written"]
+    assert (
+        "unfit: The keys of layer '*' cannot be stored as int2.token48" in capsys.readouterr().out
+    )
+    assert plans["written"] == plan
+    assert judge.plans([("own", kvpass.recipe("kivi-2bit"))])["own"] == plans["own"]
 
 
 def test_lots_have_as_many_bits() -> None:
