@@ -31,10 +31,13 @@ from examples import (
 from kvpass import KvpassError
 from kvpass.bench.contenders import Case
 from kvpass.cocktail import ChunkBits
+from kvpass.estimate.cache import ModelCache
+from kvpass.estimate.shapes import model_shape
 from kvpass.evaluate import Evaluation, Settings
 from kvpass.evaluate.results import Results
 from kvpass.format.filters import FILTERS
 from kvpass.format.parse import parse_plan
+from kvpass.recipes import RECIPES
 from kvpass.rules import RULES
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +54,31 @@ def test_quickstart_prints_what_readme_says(capsys: pytest.CaptureFixture[str]) 
         told = (ROOT / page).read_text().replace("`", "")
         for row in rows:
             assert f"| {' | '.join(row)} |" in told, page
+
+
+def test_tables_say_the_bits_of_recipes() -> None:
+    """Of packed tokens in README; in RESULTS of 4,095 tokens in float32, exact ones included."""
+    readme, results = ((ROOT / f).read_text() for f in ("README.md", "examples/RESULTS.md"))
+    config = AutoConfig.from_pretrained(quickstart.LARGER_MODEL)
+    shape = model_shape(config, torch.float32)
+    sizes = {str(i): (x.heads, x.key_dim, x.value_dim) for i, x in shape.layers.items()}
+    packed: dict[str, set[float]] = {}
+    # What `auto` chooses, and the chunk bits of a request, nothing but texts tells.
+    for name in sorted(RECIPES.keys() - {"auto", "cocktail"}):
+        plan = kvpass.recipe(name).sized(sizes)
+        packed.setdefault(name.split("-")[0], set()).add(judging.bits_of(plan, config))
+        bits, _ = ModelCache.packed(shape, plan, torch.float32).stored(1, 4095)
+        told = re.search(rf"^\| `{name}` \| (\d+\.\d\d) \|", results, re.M)
+        assert told is not None, name
+        assert float(told[1]) == pytest.approx(bits, abs=0.011), name
+    rows = re.findall(
+        r"^\| `(kivi|skvq|rotated|kvquant|kvmix)-?[^|]*\|[^|]*\|[^|]*\|([^|]*)", readme, re.M
+    )
+    assert len(rows) == 6
+    for method, cell in rows:
+        stored = {float(number) for number in re.findall(r"(?<![kv.\d])\d+\.\d+", cell)}
+        assert stored
+        assert stored <= packed[method], method
 
 
 def test_quickstart_names_a_missing_model() -> None:

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from kvpass._torch import is_compiled, mark_dynamic
 from kvpass.errors import OptionError, check_whole
-from kvpass.tensor.size import held_bytes, stored_bits
+from kvpass.tensor.size import held_bytes, size_alone, stored_bits
 
 NewCache = Callable[[], Any]
 
@@ -141,10 +141,10 @@ def recall_accuracy(
 
 
 def cache_size(cache: Any) -> dict[str, Any]:
-    """`cache_bytes` by name, of one of its sequences, and how many tokens that has."""
-    held, bits = cache_bytes(cache)
-    rows, tokens = len(cache.layers[0].keys), int(cache.get_seq_length())
-    return {"bytes": held // rows, "bits": bits, "cached": tokens}
+    """Bytes and bits per element, by name, of one of a cache's sequences if it were alone, and how
+    many tokens it has."""
+    held, bits = size_alone(_tensors(cache))
+    return {"bytes": held, "bits": bits, "cached": int(cache.get_seq_length())}
 
 
 def first_difference(a: Tensor, b: Tensor) -> int | None:
@@ -159,8 +159,12 @@ def first_difference(a: Tensor, b: Tensor) -> int | None:
 def cache_bytes(*caches: Any) -> tuple[int, float]:
     """Bytes that the keys and values of transformers caches hold, and bits per element stored. What
     layers share, or caches that `copy.deepcopy` has made of one, counts once as bytes."""
-    tensors = [t for c in caches for layer in c.layers for t in (layer.keys, layer.values)]
+    tensors = _tensors(*caches)
     return held_bytes(tensors), stored_bits(tensors)
+
+
+def _tensors(*caches: Any) -> list[Tensor]:
+    return [t for cache in caches for layer in cache.layers for t in (layer.keys, layer.values)]
 
 
 def _batches(texts: Sequence[Tensor], prompt: int, batch: int) -> list[Tensor]:

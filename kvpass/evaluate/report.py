@@ -86,7 +86,7 @@ def _ranking(found: Results, notes: tuple[str, ...]) -> Section:
             cells.append(found.reasons.get(name, "not measured"))
         rows.append(cells)
     tokens = " or ".join(sorted(lengths))
-    sizes = f"KiB of a sequence and bits per element: all that is held after {tokens} tokens"
+    sizes = f"KiB and bits per element: all that a sequence by itself holds after {tokens} tokens"
     tie = f"{_ERRORS}; tie: within two of them, noise alone could put the row above the other"
     title = "Recipes by divergence from the plain model, 0.001 nats per token"
     return Section(title, header, rows, [tie, f"{sizes}, exact ones included", *notes])
