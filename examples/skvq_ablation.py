@@ -32,21 +32,30 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="What each part of SKVQ is worth.")
     parser.add_argument("--groups", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument(
+        "--clusters",
+        action="store_true",
+        help="also groups of unequal size, which plain PyTorch reads: an hour more",
+    )
     add_arguments(parser, "skvq")
     return parser.parse_args(argv)
 
 
-def recipes(group: int) -> list[tuple[str, kvpass.Recipe]]:
-    """The steps with groups of so many channels, and what they are compared with."""
+def recipes(group: int, dim: int, clusters: bool) -> list[tuple[str, kvpass.Recipe]]:
+    """The steps with groups of so many channels, and what they are compared with, for heads of
+    ``dim`` channels."""
     fields: dict[str, Any] = {"group": group}
     found: list[tuple[str, kvpass.Recipe]] = []
     for name, change in STEPS:
         fields |= change
-        found.append((name, kvpass.recipe("skvq-k2v2", **fields)))
-    unequal = kvpass.recipe("skvq-k2v2", **fields | {"reorder": "clusters"})
-    before = kvpass.recipe("skvq-k2v2", **fields, before_rope=True)
-    kivi = kvpass.recipe("kivi-2bit", group=group)
-    return [*found, ("before RoPE", before), ("unequal groups", unequal), ("kivi-2bit", kivi)]
+        # A group of all channels of a head has no order.
+        if group < dim or not change.get("reorder"):
+            found.append((name, kvpass.recipe("skvq-k2v2", **fields)))
+    found.append(("before RoPE", kvpass.recipe("skvq-k2v2", **fields, before_rope=True)))
+    if clusters and group < dim:
+        unequal = kvpass.recipe("skvq-k2v2", **fields | {"reorder": "clusters"})
+        found.append(("unequal groups", unequal))
+    return [*found, ("kivi-2bit", kvpass.recipe("kivi-2bit", group=group))]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     torch.manual_seed(0)
     judge = Judge(args)
-    rows = [(f"{name}, group {g}", recipe) for g in args.groups for name, recipe in recipes(g)]
+    more = judge.model.config.head_dim, args.clusters
+    rows = [
+        (f"{name}, group {g}", recipe) for g in args.groups for name, recipe in recipes(g, *more)
+    ]
     print(judge.judge(judge.plans(rows), Judged).table())
 
 
