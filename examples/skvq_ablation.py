@@ -51,10 +51,12 @@ def recipes(group: int, dim: int, clusters: bool) -> list[tuple[str, kvpass.Reci
         # A group of all channels of a head has no order.
         if group < dim or not change.get("reorder"):
             found.append((name, kvpass.recipe("skvq-k2v2", **fields)))
+    if group < dim:
+        found.append(("without reorder", kvpass.recipe("skvq-k2v2", **fields | {"reorder": False})))
+    if group < dim and clusters:
+        unequal = fields | {"reorder": "clusters"}
+        found.append(("unequal groups", kvpass.recipe("skvq-k2v2", **unequal)))
     found.append(("before RoPE", kvpass.recipe("skvq-k2v2", **fields, before_rope=True)))
-    if clusters and group < dim:
-        unequal = kvpass.recipe("skvq-k2v2", **fields | {"reorder": "clusters"})
-        found.append(("unequal groups", unequal))
     return [*found, ("kivi-2bit", kvpass.recipe("kivi-2bit", group=group))]
 
 

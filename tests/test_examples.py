@@ -139,9 +139,9 @@ def test_a_restarted_chat_reads_what_is_new(
 def test_the_ablation_adds_one_part_at_a_time() -> None:
     names, recipes = zip(*skvq_ablation.recipes(32, 64, clusters=True), strict=True)
     assert names[:6] == ("RTN", "+ window", "+ clip", "+ reorder", "+ sinks", "+ fp8")
-    assert names[6:] == ("before RoPE", "unequal groups", "kivi-2bit")
+    assert names[6:] == ("without reorder", "unequal groups", "before RoPE", "kivi-2bit")
     whole = dict(skvq_ablation.recipes(64, 64, clusters=True))
-    assert set(names) - set(whole) == {"+ reorder", "unequal groups"}
+    assert set(names) - set(whole) == {"+ reorder", "without reorder", "unequal groups"}
     first, *_, last = recipes[:6]
     assert not first.calibrated
     with pytest.raises(KvpassError, match="is calibrated"):
