@@ -19,8 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-import kvpass
-import kvpass.backend  # makes backend="kvpass" known without installation
+from examples import one_sentence
 from kvpass.bench.attention import AttentionRun, attention_section
 from kvpass.bench.contenders import (
     TOLERANCE,
@@ -129,6 +128,7 @@ def in_order(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Contender:
 
 
 @torch.no_grad()
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description="Attention over chunks, reordered or not.")
@@ -136,15 +136,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args(argv)
-    try:
-        dtype = getattr(torch, args.dtype)
-        case = Case(1, 32, 8, 128, args.tokens, dtype, torch.device("cpu"))
-        q, k, v = case.query(0), case.cached(1), case.cached(2)
-        contenders = [packed_contender(case, name, q, k, v) for name in ("cocktail", "kivi-4bit")]
-        contenders += [in_order(case, q, k, v), *dense_contenders(case, q, k, v)]
-        results = measure(contenders, args.rounds, case.device)
-    except kvpass.KvpassError as error:
-        sys.exit(str(error))
+    dtype = getattr(torch, args.dtype)
+    case = Case(1, 32, 8, 128, args.tokens, dtype, torch.device("cpu"))
+    q, k, v = case.query(0), case.cached(1), case.cached(2)
+    contenders = [packed_contender(case, name, q, k, v) for name in ("cocktail", "kivi-4bit")]
+    contenders += [in_order(case, q, k, v), *dense_contenders(case, q, k, v)]
+    results = measure(contenders, args.rounds, case.device)
     run = AttentionRun(case, results, copy_bandwidth(case.device))
     print(attention_section(run))
     sys.exit(int(any(result.wrong for result in results)))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 
 import kvpass
 import kvpass.backend  # makes backend="kvpass" known without installation
+from examples import one_sentence
 from examples.quickstart import SMALL_MODEL, load, recall_prompt
 from examples.small_model_data import RecallDocument, encode, recall_document
 from kvpass.bench.report import check_outputs
@@ -307,14 +307,12 @@ def show_table(args: argparse.Namespace) -> None:
             print(table.searched(name, PAPER | {field: value}, clip), flush=True)
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Shows one question, or the table."""
     args = arguments(argv)
-    try:
-        check_outputs(None, args.plot)
-        (show_table if args.table else show_question)(args)
-    except kvpass.KvpassError as error:
-        sys.exit(str(error))
+    check_outputs(None, args.plot)
+    (show_table if args.table else show_question)(args)
 
 
 if __name__ == "__main__":

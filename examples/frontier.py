@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import kvpass
+from examples import one_sentence
 from examples.judging import Judge, Judged, add_arguments, line
 from kvpass.bench.report import check_outputs
 from kvpass.estimate.cache import ModelCache
@@ -159,6 +160,7 @@ class Frontier(Judged):
         figure.savefig(file, dpi=150)
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a line for each plan, and how `auto` compares at each budget."""
     args = arguments(argv)

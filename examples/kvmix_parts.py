@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import kvpass
+from examples import one_sentence
 from examples.judging import Judge, Judged, add_arguments
 from examples.quickstart import held_out_ids
 from kvpass.format.quantize import fake_quantize
@@ -121,6 +122,7 @@ def rows(judge: Judge, args: argparse.Namespace) -> list[tuple[str, kvpass.Recip
     return found
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table of what parts cost, and one of the packings."""
     args = arguments(argv)

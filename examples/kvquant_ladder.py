@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import kvpass
+from examples import one_sentence
 from examples.judging import Judge, Judged, add_arguments
 
 # Every step keeps what those before it have added.
@@ -56,6 +57,7 @@ def recipes(bits: int) -> list[tuple[str, kvpass.Recipe]]:
     return [*found, *((name, kvpass.recipe(name)) for name in names)]
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table of all numbers of bits."""
     args = arguments(argv)

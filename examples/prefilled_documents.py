@@ -21,6 +21,7 @@ import torch
 
 import kvpass
 import kvpass.backend  # makes backend="kvpass" known without installation
+from examples import one_sentence
 from examples.quickstart import SMALL_MODEL, load, recall_prompt
 
 
@@ -46,6 +47,7 @@ def ask(model: Any, document: torch.Tensor, question: torch.Tensor, tokens: int)
     return model.generate(ids, max_new_tokens=tokens, **options)[0, ids.shape[1] :], seconds
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Fills the store, asks with and without it, and prints both."""
     args = arguments(argv)

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 import kvpass.backend  # makes backend="kvpass" known without installation
+from examples import one_sentence
 from examples.small_model_data import held_out_files, read_texts, recall_document
 from kvpass.cli.models import load_model
 from kvpass.evaluate import RecallPrompt, cache_bytes, first_difference, perplexity, recall_accuracy
@@ -168,6 +169,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the demonstration."""
     args = arguments(argv)

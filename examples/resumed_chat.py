@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import kvpass
 import kvpass.backend  # makes backend="kvpass" known without installation
+from examples import one_sentence
 from examples.quickstart import SMALL_MODEL, load, recall_prompt
 from kvpass.conversation import Conversation
 
@@ -46,6 +47,7 @@ def turn(folder: Path, text: str, args: argparse.Namespace) -> str:
     return answer
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Two turns with a restart in between."""
     args = arguments(argv)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import kvpass
+from examples import one_sentence
 from examples.judging import Judge, Judged, add_arguments
 
 # At 2 bits, in groups of 64 channels. Every step keeps what those before it have added, but that
@@ -97,6 +98,7 @@ def add_biases(model: Any, norm: float) -> None:
         bias.add_(more * (norm / more.norm()))
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
     args = arguments(argv)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import kvpass
+from examples import one_sentence
 from examples.judging import Judge, Judged, add_arguments
 
 # Every step keeps what those before it have added.
@@ -60,6 +61,7 @@ def recipes(group: int, dim: int, clusters: bool) -> list[tuple[str, kvpass.Reci
     return [*found, ("kivi-2bit", kvpass.recipe("kivi-2bit", group=group))]
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table of all sizes of groups."""
     args = arguments(argv)

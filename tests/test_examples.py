@@ -148,6 +148,16 @@ def test_the_ablation_adds_one_part_at_a_time() -> None:
         last.layer_plan("*", 64, 64)
 
 
+def test_what_does_not_exist_is_said_in_one_sentence(tmp_path: Path) -> None:
+    folder = ["--folder", str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"group 33 of int2\.channel33 does not divide"):
+        skvq_ablation.main(["--groups", "33", *folder])
+    with pytest.raises(SystemExit, match=r"bits=5 is not supported; allowed: 1, 1\.5, 2, 3"):
+        kvquant_ladder.main(["--bits", "5", *folder])
+    with pytest.raises(SystemExit, match=r"length=100 is not supported; .* at least 512"):
+        kvmix_parts.main(["--length", "100", *folder])
+
+
 def test_the_ablation_of_rotations_ends_with_the_recipe() -> None:
     found = dict(rotation_ablation.recipes())
     assert found["+ sinks"] == kvpass.recipe("rotated-2bit")
