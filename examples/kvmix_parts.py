@@ -52,15 +52,6 @@ def retentions(ratios: Sequence[float]) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def exact_tokens(plan: kvpass.TensorPlan, prompt: int, steps: int) -> tuple[int, int]:
-    """How many tokens are exact after a prompt, and after as many steps of one token."""
-    packed = plan.packed(prompt)
-    first = prompt - packed
-    for total in range(prompt, prompt + steps):
-        packed += plan.retention.due(total - packed, packed)
-    return first, prompt + steps - packed
-
-
 @torch.no_grad()
 def channels(judge: Judge, kind: str) -> Tensor:
     """Keys or values ``[T, channels]`` of a held-out text, those of all layers side by side."""

@@ -36,7 +36,6 @@ from kvpass.estimate.shapes import model_shape
 from kvpass.evaluate import Evaluation, Settings
 from kvpass.evaluate.results import Results
 from kvpass.format.filters import FILTERS
-from kvpass.format.parse import parse_plan
 from kvpass.recipes import RECIPES
 from kvpass.rules import RULES
 
@@ -250,16 +249,11 @@ def test_peaks_are_those_of_the_process() -> None:
     assert plot_peak_memory.resident("VmHWM") < peak - 50 * 2**20
 
 
-def test_the_parts_of_kvmix_are_counted_and_measured() -> None:
+def test_the_parts_of_kvmix_are_named_and_measured() -> None:
     names, fields = zip(*kvmix_parts.retentions([0.1]), strict=True)
     assert names == ("window 32", "window 128", "pivotal 10%", "fraction 10%")
     for options in fields:
         assert kvpass.recipe("kvmix", **options).calibrated
-    tensors = (
-        f"int2.channel32/window=0,pack_every=32,{rule}=0.1" for rule in ("pivotal", "fraction")
-    )
-    held = [kvmix_parts.exact_tokens(parse_plan(t), 4096, 3) for t in tensors]
-    assert held == [(416, 35), (416, 419)]
     x = torch.randn(100, 160, generator=torch.Generator().manual_seed(0))
     plain, pack11 = (kvpass.Codec(3, "token", 32, pack11=e) for e in (False, True))
     errors = [kvmix_parts.relative_error(x, codec, 64) for codec in (plain, pack11)]

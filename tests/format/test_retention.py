@@ -50,6 +50,20 @@ def test_a_pivotal_ratio_is_a_window_where_tokens_come_one_by_one(window, every,
         assert same.packed_before(tokens + 1) == (sinks + packed if packed else 0)
 
 
+@pytest.mark.parametrize(
+    ("rule", "exact"), [("pivotal", [416, 65, 34, 35]), ("fraction", [416, 417, 418, 419])]
+)
+def test_a_ratio_of_a_prompt_shrinks_or_stays(rule, exact):
+    """Exact tokens of a prompt of 4,096, then of one token more at a time."""
+    plan = parse_plan(f"int2.channel32/window=0,pack_every=32,{rule}=0.1")
+    packed = plan.packed(4096)
+    found = [4096 - packed]
+    for total in range(4096, 4099):
+        packed += plan.retention.due(total - packed, packed)
+        found.append(total + 1 - packed)
+    assert found == exact
+
+
 @given(PLANS, st.integers(0, 2000))
 def test_capacity_is_whole_tiles_at_least_two(plan, tokens):
     capacity = plan.capacity(tokens)
