@@ -32,27 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser, folder: str) -> None:
     parser.add_argument("--length", type=int, default=4096, help="tokens of a text at most")
 
 
-def training_texts(samples: int) -> list[str]:
-    """So many texts, or some more, to calibrate on."""
-    files = training_files()
-    return list(read_texts(files[:: max(1, len(files) // samples)]))
-
-
 def bits_of(plan: kvpass.Plan, config: Any) -> float:
     """Bits per element of packed tokens, a mean over the layers' keys and values."""
     layers = [plan.layer_at(i) for i in range(config.num_hidden_layers)]
     codecs = [tensor.codec for layer in layers for tensor in (layer.keys, layer.values)]
     shape = (config.head_dim, config.num_key_value_heads)
     return sum(codec.bits_per_element(*shape) for codec in codecs) / len(codecs)
-
-
-def made_plan(
-    recipe: kvpass.Recipe, model: Any, tokenizer: Any, texts: Sequence[str], samples: int
-) -> kvpass.Plan:
-    """The recipe's plan, calibrated if it asks for that."""
-    if not recipe.calibrated:
-        return recipe.plan(model.config)
-    return kvpass.calibrate(model, recipe, texts, tokenizer=tokenizer, samples=samples)
 
 
 class Judged:
@@ -94,11 +79,13 @@ class Judged:
         return [f"{self.divergence(name, bucket):.2f}" for bucket in buckets]
 
     def table(self) -> str:
-        """A line for each plan, as they were given, and for none."""
-        lines = [line("", ["bits", "divergence", *self.depths, "perplexity"])]
-        for name, bits in self.packed.items():
-            told = perplexity_cell(self.found, self._files[name])
-            lines.append(line(name, [f"{bits:.3f}", *self.cells(name), f"  {told}"]))
+        """A line for each plan, as they were given, and for none; with the paired difference of
+        each from the one above it."""
+        lines = [line("", ["bits", "divergence", *self.depths, "from above", "perplexity"])]
+        for name, above in zip(self.packed, [None, *self.packed], strict=False):
+            apart = "" if above is None else f"{self.divergence(name, against=above):.2f}"
+            told = f"  {perplexity_cell(self.found, self._files[name])}"
+            lines.append(line(name, [f"{self.packed[name]:.3f}", *self.cells(name), apart, told]))
         return "\n".join([*lines, f"plain: perplexity {perplexity_cell(self.found, PLAIN)}"])
 
 
@@ -126,12 +113,16 @@ class Judge:
 
     @cached_property
     def texts(self) -> list[str]:
-        """What plans are calibrated on."""
-        return training_texts(self.samples)
+        """What plans are calibrated on: as many as samples, or some more."""
+        files = training_files()
+        return list(read_texts(files[:: max(1, len(files) // self.samples)]))
 
     def plan(self, recipe: kvpass.Recipe) -> kvpass.Plan:
-        """See `made_plan`."""
-        return made_plan(recipe, self.model, self.tokenizer, self.texts, self.samples)
+        """The recipe's plan, calibrated if it asks for that."""
+        if not recipe.calibrated:
+            return recipe.plan(self.model.config)
+        more: dict[str, Any] = {"tokenizer": self.tokenizer, "samples": self.samples}
+        return kvpass.calibrate(self.model, recipe, self.texts, **more)
 
     def has(self, name: str) -> bool:
         """Whether the plan of that name is in the folder."""

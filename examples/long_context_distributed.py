@@ -27,6 +27,7 @@ import torch
 from torch import distributed
 from transformers import DynamicCache
 
+from examples import one_sentence
 from examples.quickstart import SMALL_MODEL, load
 from kvpass.evaluate import cache_bytes
 
@@ -80,6 +81,7 @@ def report(args: argparse.Namespace, device: str) -> str:
     return "\n".join(lines)
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Generates, and prints a line for each process."""
     args = arguments(argv)

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvpass.backend
+from examples import one_sentence
 from examples.quickstart import SMALL_MODEL, held_out_ids, load
 from examples.small_model_data import read_texts, training_files
 
@@ -103,6 +104,7 @@ def planner(name: str, args: argparse.Namespace) -> Any:
     return kvpass.calibrate(model, recipe, texts, tokenizer=tokenizer, samples=CALIBRATION)
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and draws."""
     args = arguments(argv)

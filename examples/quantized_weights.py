@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import kvpass
+from examples import one_sentence
 from examples.quickstart import SMALL_MODEL, held_out_ids, load
 from examples.small_model_data import read_texts, training_files
 from kvpass.evaluate import cache_bytes, perplexity
@@ -43,6 +44,7 @@ def weight_bytes(model: Any) -> int:
     return held
 
 
+@one_sentence()
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a line for the plain model, and one for each thing that is quantized."""
     if find_spec("torchao") is None:

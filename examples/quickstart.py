@@ -82,16 +82,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@one_sentence()
 def load(path: str, dtype: str) -> tuple[Any, Any]:
     """A model in ``dtype`` and its tokenizer.
 
     Raises:
         SystemExit: with one sentence, if there is none, or it cannot be loaded.
     """
-    try:
-        return load_model(path, dtype, "cpu")
-    except kvpass.KvpassError as error:
-        sys.exit(str(error))
+    return load_model(path, dtype, "cpu")
 
 
 def held_out_ids(tokenizer: Any, length: int, count: int) -> list[torch.Tensor]:

@@ -67,7 +67,7 @@ def test_tables_say_the_bits_of_recipes() -> None:
         plan = kvpass.recipe(name).sized(sizes)
         packed.setdefault(name.split("-")[0], set()).add(judging.bits_of(plan, config))
         bits, _ = ModelCache.packed(shape, plan, torch.float32).stored(1, 4095)
-        told = re.search(rf"^\| `{name}` \| (\d+\.\d\d) \|", results, re.M)
+        told = re.search(rf"^\| `{re.escape(name)}` \| (\d+\.\d\d) \|", results, re.M)
         assert told is not None, name
         assert float(told[1]) == pytest.approx(bits, abs=0.011), name
     recipes = readme.split("\n## Recipes\n")[1]
