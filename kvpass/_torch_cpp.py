@@ -66,6 +66,13 @@ def empty_cpu(shape: tuple[int, int, int, int], dtype: torch.dtype) -> torch.Ten
     return made
 
 
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether compiled C++ has instructions that multiply vectors of bfloat16."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability == "AVX512" and torch.cpu._is_avx512_bf16_supported()
+
+
 # The attribute of an op that Inductor's code calls in its place.
 DIRECT = "kvpass_direct"
 

@@ -22,9 +22,10 @@ from kvpass.bench.models import model_bytes, random_model
 from kvpass.bench.peers import PEERS, check_peers, peer_contenders
 from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
-from kvpass.bench.timing import Result, made_or_failing, measure
+from kvpass.bench.timing import Contender, Result, made_or_failing, measure
 from kvpass.format.dtypes import dtype_name
 
+COPY_NAME = "a copy of the weights' bytes"
 _WARM_UP = 3
 # Threads of llama.cpp spin for 8 ms behind a step (measured), on cores that others need.
 _PAUSE_S = 0.02
@@ -65,7 +66,8 @@ def bench_decode(
     what = f"Decoding at {setting.context} tokens with batch {setting.batch}"
     weights = model_bytes(setting.config, setting.dtype)
     caches = _PLAIN_CACHES + sum(len(PEERS[name].caches) for name in peers)
-    weights *= 1 + sum(PEERS[name].copies for name in peers)
+    # The model, what a copy moves, and those of the peers.
+    weights *= 2 + sum(PEERS[name].copies for name in peers)
     require_memory(weights + caches * plain, setting.device, what)
     torch.compiler.reset()
     model = random_model(setting.config, setting.dtype, setting.device)
@@ -81,11 +83,23 @@ def bench_decode(
         contenders.append(made_or_failing(f"kvpass {name}, reduce-overhead", make, go_on))
         make = partial(packed_static_contender, setting, model, name, room)
         contenders.append(made_or_failing(f"kvpass {name}, StaticCache", make, go_on))
-    contenders += plain_contenders(setting, model, room)
+    contenders += [*plain_contenders(setting, model, room), _copy_contender(model, setting.device)]
     with TemporaryDirectory(prefix="kvpass-peers-") as folder:
         contenders += peer_contenders(peers, setting, model, room, Path(folder))
         pause = _PAUSE_S if peers else 0.0
         return measure(contenders, rounds, setting.device, warm_up=_WARM_UP, pause=pause)
+
+
+def _copy_contender(model: Any, device: torch.device) -> Contender:
+    """What the weights alone would take: a copy that moves as many bytes as a step reads of them,
+    half in and half out."""
+    tables = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    # A step reads a few rows of the first table, unless it is the last one, too.
+    rows = 0 if tables[0] is tables[1] else tables[0].nbytes
+    moved = sum(p.nbytes for p in model.parameters()) - rows
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Contender(COPY_NAME, [lambda: target.copy_(source)], lambda out: 0.0, 0.0, moved)
 
 
 def decode_section(setting: Setting, results: Sequence[Result]) -> Section:

@@ -6,26 +6,63 @@
 
 namespace {
 
+// Bytes behind which the processor's own fetching begins anew.
+constexpr int64_t PAGE = 4096;
+
+// Sums of products, a vector of COUNT numbers at a time.
+struct FloatProducts {
+  using Number = float;
+  using Vector = Floats;
+  static constexpr int COUNT = LANES;
+
+  template <class Any> static Vector load(const Any* p) { return load_numbers<LANES>(p); }
+  static Floats add(Floats sums, Vector a, Vector b) { return sums + a * b; }
+};
+
+#if KVPASS_LANES == 16 && defined(__AVX512BF16__)
+// Two to each sum; subnormal numbers count as zero.
+struct PairProducts {
+  using Number = BFloat16;
+  using Vector = Ints;
+  static constexpr int COUNT = 2 * LANES;
+
+  static Vector load(const BFloat16* p) { return ::load<Ints, COUNT>(p); }
+  static Floats add(Floats sums, Vector a, Vector b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+  }
+};
+template <class A>
+constexpr bool IN_PAIRS = !A::TRANSPOSED && std::is_same_v<typename A::Element, BFloat16> &&
+                          std::is_same_v<typename A::Weight, BFloat16>;
+template <class A>
+using Products = std::conditional_t<IN_PAIRS<A>, PairProducts, FloatProducts>;
+#else
+template <class A> using Products = FloatProducts;
+#endif
+
 // Outputs first ... first + ROWS of TOKENS tokens from token `from` on; those from a.outputs on are
 // not there. Few have several sums each, which hide how long an addition takes.
-template <int ROWS, int TOKENS, class A>
-void linear_rows(const A& a, const float* tokens, int64_t first, int from) {
-  constexpr int SUMS = ROWS > 1 ? 1 : TOKENS > 1 ? 2 : 4, STEP = SUMS * LANES;
-  const float* x = tokens + from * a.inputs;
+template <int ROWS, int TOKENS, class A, class X>
+void linear_rows(const A& a, const X* tokens, int64_t first, int from) {
+  using P = Products<A>;
+  constexpr int SUMS = ROWS > 1 ? 1 : TOKENS > 1 ? 2 : 4, STEP = SUMS * P::COUNT;
+  const X* x = tokens + from * a.inputs;
   const typename A::Weight* rows[ROWS];
   for (int r = 0; r < ROWS; r++)
     rows[r] = a.weight + std::min<int64_t>(first + r, a.outputs - 1) * a.inputs;
+  // The next rows are asked for meanwhile.
+  const int64_t ahead = std::max<int64_t>(ROWS * a.inputs, PAGE / sizeof(typename A::Weight));
   Floats sums[ROWS][TOKENS][SUMS]{};
   int64_t i = 0;
   for (; i + STEP <= a.inputs; i += STEP) {
     each<0, SUMS>([&](auto s) {
-      Floats numbers[TOKENS];
-      each<0, TOKENS>([&](auto t) {
-        numbers[t] = load<Floats, LANES>(x + t * a.inputs + i + s * LANES);
-      });
+      const int64_t at = i + s * P::COUNT;
+      typename P::Vector numbers[TOKENS];
+      each<0, TOKENS>([&](auto t) { numbers[t] = P::load(x + t * a.inputs + at); });
       each<0, ROWS>([&](auto r) {
-        const Floats w = load_numbers<LANES>(rows[r] + i + s * LANES);
-        each<0, TOKENS>([&](auto t) { sums[r][t][s] += w * numbers[t]; });
+        __builtin_prefetch(rows[r] + at + ahead);
+        const auto w = P::load(rows[r] + at);
+        each<0, TOKENS>([&](auto t) { sums[r][t][s] = P::add(sums[r][t][s], w, numbers[t]); });
       });
     });
   }
@@ -39,7 +76,8 @@ void linear_rows(const A& a, const float* tokens, int64_t first, int from) {
   for (int r = 0; r < std::min<int64_t>(ROWS, a.outputs - first); r++) {
     for (int t = 0; t < TOKENS; t++) {
       float total = totals[r * TOKENS + t];
-      for (int64_t j = i; j < a.inputs; j++) total += to_float(rows[r][j]) * x[t * a.inputs + j];
+      for (int64_t j = i; j < a.inputs; j++) 
+        total += to_float(rows[r][j]) * to_float(x[t * a.inputs + j]);
       if (a.scale != nullptr) total *= a.scale[first + r];
       if (a.bias != nullptr) total += to_float(a.bias[first + r]);
       store_numbers<1>(a.out + (from + t) * a.outputs + first + r, all(total));
@@ -51,7 +89,7 @@ void linear_rows(const A& a, const float* tokens, int64_t first, int from) {
 // the next ones.
 constexpr int TILE = 4;
 
-template <int ROWS, class A> void linear_blocks(const A& a, const float* x) {
+template <int ROWS, class A, class X> void linear_blocks(const A& a, const X* x) {
   constexpr int TILES = (A::TOKENS + TILE - 1) / TILE;
 #pragma omp parallel for num_threads(a.threads) schedule(static)
   for (int64_t block = 0; block < (a.outputs + ROWS - 1) / ROWS; block++)
@@ -61,6 +99,9 @@ template <int ROWS, class A> void linear_blocks(const A& a, const float* x) {
     });
 }
 
+// Bytes of tokens that stay in the first cache beside the rows.
+constexpr int64_t HELD = 32768;
+
 // Adds rows first ... first + ROWS of a weight [inputs, outputs], columns from ... to, to sums.
 template <int ROWS, class A>
 void add_rows(const A& a, const float* x, float* sums, int64_t first, int64_t from, int64_t to) {
@@ -69,7 +110,11 @@ void add_rows(const A& a, const float* x, float* sums, int64_t first, int64_t fr
   int64_t n = from;
   for (; n + LANES <= to; n += LANES) {
     Floats w[ROWS];
-    each<0, ROWS>([&](auto r) { w[r] = load_numbers<LANES>(rows + r * a.outputs + n); });
+    each<0, ROWS>([&](auto r) {
+      // Of larger numbers the processor fetches as many streams better by itself.
+      if constexpr (sizeof *rows < 4) __builtin_prefetch(rows + (r + ROWS) * a.outputs + n);
+      w[r] = load_numbers<LANES>(rows + r * a.outputs + n);
+    });
     each<0, A::TOKENS>([&](auto t) {
       float* sum = sums + t * width + n - from;
       // A sum of its own: the fewer additions behind one another, the smaller their errors.
@@ -105,26 +150,26 @@ template <class A> void linear_transposed(const A& a, const float* x) {
   }
 }
 
-template <class A> void linear(const A& a) {
-  using Scalar = typename A::Element;
-  std::vector<float> wide;
-  const float* x;
-  if constexpr (std::is_same_v<Scalar, float>) {
-    x = a.x;
-  } else {
-    const int64_t count = A::TOKENS * a.inputs;
-    wide.resize(count);
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store<LANES>(&wide[i], load_numbers<LANES>(a.x + i));
-    for (; i < count; i++) wide[i] = to_float(a.x[i]);
-    x = wide.data();
-  }
+template <class A, class X> void linear(const A& a, const X* x) {
   if constexpr (A::TRANSPOSED) return linear_transposed(a, x);
   // Memory is fastest in one stream. Tokens that the first cache does not hold are read for several
   // rows at a time.
-  constexpr int64_t HELD = 8192;
-  if (A::TOKENS == 1 || (A::TOKENS <= TILE && A::TOKENS * a.inputs <= HELD)) linear_blocks<1>(a, x);
+  const bool held = A::TOKENS <= TILE && A::TOKENS * a.inputs * (int64_t)sizeof(X) <= HELD;
+  if (A::TOKENS == 1 || held) linear_blocks<1>(a, x);
   else linear_blocks<LANES / 4>(a, x);
+}
+
+template <class A> void linear(const A& a) {
+  if constexpr (std::is_same_v<typename A::Element, typename Products<A>::Number>) {
+    linear(a, a.x);
+  } else {
+    const int64_t count = A::TOKENS * a.inputs;
+    std::vector<float> wide(count);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store<LANES>(&wide[i], load_numbers<LANES>(a.x + i));
+    for (; i < count; i++) wide[i] = to_float(a.x[i]);
+    linear(a, (const float*)wide.data());
+  }
 }
 
 }  // namespace

@@ -11,17 +11,27 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import is_subclass
+from kvpass._torch_cpp import multiplies_bfloat16
 from kvpass._torch_sizes import constant
 from lowering.cpp.constants import unsupported_device
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
 from lowering.cpp.structs import LINEAR
 
-# Of more tokens torch's own layers take less time; in bfloat16 CPUs have instructions for them.
-MOST_TOKENS = {torch.float32: 16, torch.float16: 16, torch.bfloat16: 4}
+# Of more tokens torch's own layers take less time, in bfloat16 where it has instructions that the
+# kernel has not.
+_MOST_TOKENS = 16
+_MOST_WIDENED = 4
 # Bytes of a weight: below, the call takes longer than reading it.
 _LEAST_BYTES = 2**18
 # Bytes that a thread has to read: starting one takes as long.
 _BYTES_PER_THREAD = 2**16
+
+
+def most_tokens(dtype: torch.dtype, rows: bool = True) -> int:
+    """The most tokens of this dtype that the kernel takes; ``rows``: weights are of the same dtype,
+    stored by outputs."""
+    widened = dtype == torch.bfloat16 and not (rows and multiplies_bfloat16())
+    return _MOST_WIDENED if widened else _MOST_TOKENS
 
 
 @cache
@@ -49,15 +59,15 @@ def unsupported_reason(
 ) -> str | None:
     """Why C++ declines these arguments of ``kvpass::linear``, or None."""
     plain = [t for t in (x, bias, weight if scale is None else None) if t is not None]
-    tokens = constant(math.prod(x.shape[:-1]))
-    most = MOST_TOKENS.get(x.dtype, max(MOST_TOKENS.values()))
-    if tokens is None or not 0 < tokens <= most:
-        return f"it has {tokens or 'any number of'} tokens; C++ takes 1 to {most}"
     if any(map(is_subclass, plain)):
         return f"the weight is {type(weight).__name__}"
+    transposed = scale is None and _is_transposed(weight)
+    tokens = constant(math.prod(x.shape[:-1]))
+    most = most_tokens(x.dtype, rows=scale is None and not transposed)
+    if tokens is None or not 0 < tokens <= most:
+        return f"it has {tokens or 'any number of'} tokens; C++ takes 1 to {most}"
     if len({t.dtype for t in plain}) > 1:
         return "the weight, or the bias, is of another dtype than the tokens"
-    transposed = scale is None and _is_transposed(weight)
     rows = weight.t() if transposed else weight
     if not all(t.is_contiguous() for t in (rows, bias) if t is not None):
         return "the weight, or the bias, is not contiguous"

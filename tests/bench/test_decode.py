@@ -9,9 +9,9 @@ import torch
 from transformers import cache_utils
 
 from kvpass.bench import decoders
-from kvpass.bench.decode import bench_decode, decode_json, decode_section
+from kvpass.bench.decode import COPY_NAME, bench_decode, decode_json, decode_section
 from kvpass.bench.filling import Setting, decoded_cache, packed_cache
-from kvpass.bench.models import Shape
+from kvpass.bench.models import Shape, model_bytes
 from kvpass.bench.timing import measure
 from kvpass.errors import OptionError
 from kvpass.recipes import recipe
@@ -43,6 +43,11 @@ def test_all_contenders_are_right(fill):
         assert not result.problem
         assert result.error < 1e-4
         assert len(result.times_ms) == 2
+    # What is not read of the embeddings is not copied: the vocabulary has 128 tokens.
+    copied = results[-1]
+    assert copied.name == COPY_NAME
+    assert copied.bytes_read == model_bytes(CONFIG, torch.float32) - 128 * 64 * 4
+    assert len(copied.times_ms) == 2
     steps = {
         "prompt": r"append by \w+ x4, attention by \w+ x2",
         "random": "append_attention by cpp",

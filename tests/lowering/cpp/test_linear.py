@@ -17,7 +17,9 @@ SIZES = ((257, 1003), (261, 4099))
 
 def check(tokens, dtype):
     for outputs, inputs in SIZES:
-        x, weight = randn(2, tokens, inputs, dtype=dtype)[1:], randn(outputs, inputs, dtype=dtype)
+        # Rows of the tokens' own numbers would outweigh all others.
+        x = randn(2, tokens, inputs, dtype=dtype)[1:]
+        weight = randn(outputs, inputs, seed=2, dtype=dtype)
         for bias in (None, randn(outputs, seed=1, dtype=dtype)):
             assert linear.unsupported_reason(x, weight, bias) is None
             got = linear.linear(x, weight, bias)
@@ -34,9 +36,14 @@ def test_products(tokens, dtype):
     check(tokens, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [2, 7, 16])
-def test_tokens(tokens):
-    check(tokens, torch.float32)
+def test_tokens(tokens, dtype):
+    if tokens <= linear.most_tokens(dtype):
+        check(tokens, dtype)
+    else:
+        x, weight = randn(tokens, 256, dtype=dtype), randn(512, 256, dtype=dtype)
+        assert f"it has {tokens} tokens" in linear.unsupported_reason(x, weight)
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
