@@ -27,15 +27,17 @@ struct PairProducts {
   static constexpr int COUNT = 2 * LANES;
 
   static Vector load(const BFloat16* p) { return ::load<Ints, COUNT>(p); }
+  static Vector load(const int8_t* p) {
+    const Floats low = load_numbers<LANES>(p), high = load_numbers<LANES>(p + LANES);
+    return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  }
   static Floats add(Floats sums, Vector a, Vector b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
   }
 };
 template <class A>
-constexpr bool IN_PAIRS = !A::TRANSPOSED && std::is_same_v<typename A::Element, BFloat16> &&
-                          std::is_same_v<typename A::Weight, BFloat16>;
-template <class A>
-using Products = std::conditional_t<IN_PAIRS<A>, PairProducts, FloatProducts>;
+using Products = std::conditional_t<
+    std::is_same_v<typename A::Element, BFloat16> && !A::TRANSPOSED, PairProducts, FloatProducts>;
 #else
 template <class A> using Products = FloatProducts;
 #endif
@@ -76,7 +78,7 @@ void linear_rows(const A& a, const X* tokens, int64_t first, int from) {
   for (int r = 0; r < std::min<int64_t>(ROWS, a.outputs - first); r++) {
     for (int t = 0; t < TOKENS; t++) {
       float total = totals[r * TOKENS + t];
-      for (int64_t j = i; j < a.inputs; j++) 
+      for (int64_t j = i; j < a.inputs; j++)
         total += to_float(rows[r][j]) * to_float(x[t * a.inputs + j]);
       if (a.scale != nullptr) total *= a.scale[first + r];
       if (a.bias != nullptr) total += to_float(a.bias[first + r]);
@@ -98,9 +100,6 @@ template <int ROWS, class A, class X> void linear_blocks(const A& a, const X* x)
       linear_rows<ROWS, TO - FROM>(a, x, block * ROWS, FROM);
     });
 }
-
-// Bytes of tokens that stay in the first cache beside the rows.
-constexpr int64_t HELD = 32768;
 
 // Adds rows first ... first + ROWS of a weight [inputs, outputs], columns from ... to, to sums.
 template <int ROWS, class A>
@@ -150,10 +149,13 @@ template <class A> void linear_transposed(const A& a, const float* x) {
   }
 }
 
+// Bytes of tokens that the first cache holds beside a row.
+constexpr int64_t HELD = 32768;
+
 template <class A, class X> void linear(const A& a, const X* x) {
   if constexpr (A::TRANSPOSED) return linear_transposed(a, x);
-  // Memory is fastest in one stream. Tokens that the first cache does not hold are read for several
-  // rows at a time.
+  // Memory is fastest in one stream. Tokens that the cache does not hold are read for several rows at
+  // a time.
   const bool held = A::TOKENS <= TILE && A::TOKENS * a.inputs * (int64_t)sizeof(X) <= HELD;
   if (A::TOKENS == 1 || held) linear_blocks<1>(a, x);
   else linear_blocks<LANES / 4>(a, x);

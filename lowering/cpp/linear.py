@@ -27,10 +27,9 @@ _LEAST_BYTES = 2**18
 _BYTES_PER_THREAD = 2**16
 
 
-def most_tokens(dtype: torch.dtype, rows: bool = True) -> int:
-    """The most tokens of this dtype that the kernel takes; ``rows``: weights are of the same dtype,
-    stored by outputs."""
-    widened = dtype == torch.bfloat16 and not (rows and multiplies_bfloat16())
+def most_tokens(dtype: torch.dtype, transposed: bool = False) -> int:
+    """The most tokens of this dtype that the kernel takes, by how weights are stored."""
+    widened = dtype == torch.bfloat16 and (transposed or not multiplies_bfloat16())
     return _MOST_WIDENED if widened else _MOST_TOKENS
 
 
@@ -63,7 +62,7 @@ def unsupported_reason(
         return f"the weight is {type(weight).__name__}"
     transposed = scale is None and _is_transposed(weight)
     tokens = constant(math.prod(x.shape[:-1]))
-    most = most_tokens(x.dtype, rows=scale is None and not transposed)
+    most = most_tokens(x.dtype, transposed)
     if tokens is None or not 0 < tokens <= most:
         return f"it has {tokens or 'any number of'} tokens; C++ takes 1 to {most}"
     if len({t.dtype for t in plain}) > 1:

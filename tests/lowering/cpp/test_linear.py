@@ -46,7 +46,7 @@ def test_tokens(tokens, dtype):
         assert f"it has {tokens} tokens" in linear.unsupported_reason(x, weight)
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 4, linear.most_tokens(torch.bfloat16)])
 def test_rows_with_scales(tokens):
     dtype = torch.bfloat16
     x, bias = randn(tokens, 1003, dtype=dtype), randn(300, dtype=dtype)
