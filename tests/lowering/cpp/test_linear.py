@@ -85,6 +85,11 @@ def test_gaps_between_tokens():
     ("x", "weight", "reason"),
     [
         (randn(17, 256), randn(256, 256), "it has 17 tokens; C++ takes 1 to 16"),
+        (
+            randn(5, 256).bfloat16(),
+            randn(256, 512).bfloat16().t(),
+            "it has 5 tokens; C++ takes 1 to 4",
+        ),
         (randn(1, 256), randn(255, 256), "the weight is small: less than 262144 bytes"),
         (randn(1, 256), randn(256, 512)[:, ::2], "the weight, or the bias, is not contiguous"),
         (randn(1, 256), randn(256, 512, dtype=torch.bfloat16), "of another dtype than the tokens"),
