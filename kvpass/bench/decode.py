@@ -91,12 +91,11 @@ def bench_decode(
 
 
 def _copy_contender(model: Any, device: torch.device) -> Contender:
-    """What the weights alone would take: a copy that moves as many bytes as a step reads of them,
-    half in and half out."""
-    tables = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    # A step reads a few rows of the first table, unless it is the last one, too.
-    rows = 0 if tables[0] is tables[1] else tables[0].nbytes
-    moved = sum(p.nbytes for p in model.parameters()) - rows
+    """What reading the weights would take: a copy that moves as many bytes, half in and half out.
+    Embeddings that are not the head's as well are left out: a step reads a few rows of them."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is table.weight
+    moved = sum(p.nbytes for p in model.parameters()) - (0 if tied else table.weight.nbytes)
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Contender(COPY_NAME, [lambda: target.copy_(source)], lambda out: 0.0, 0.0, moved)
