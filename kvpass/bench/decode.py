@@ -22,7 +22,8 @@ from kvpass.bench.models import model_bytes, random_model
 from kvpass.bench.peers import PEERS, check_peers, peer_contenders
 from kvpass.bench.plans import check_recipe
 from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
-from kvpass.bench.timing import Contender, Result, made_or_failing, measure
+from kvpass.bench.timing import Contender, Result, made_or_failing, measure, memory_copy
+from kvpass.estimate.shapes import model_shape
 from kvpass.format.dtypes import dtype_name
 
 COPY_NAME = "a copy of the weights' bytes"
@@ -83,29 +84,25 @@ def bench_decode(
         contenders.append(made_or_failing(f"kvpass {name}, reduce-overhead", make, go_on))
         make = partial(packed_static_contender, setting, model, name, room)
         contenders.append(made_or_failing(f"kvpass {name}, StaticCache", make, go_on))
-    contenders += [*plain_contenders(setting, model, room), _copy_contender(model, setting.device)]
+    contenders += plain_contenders(setting, model, room)
+    contenders.append(made_or_failing(COPY_NAME, partial(_copy_contender, setting), go_on=True))
     with TemporaryDirectory(prefix="kvpass-peers-") as folder:
         contenders += peer_contenders(peers, setting, model, room, Path(folder))
         pause = _PAUSE_S if peers else 0.0
         return measure(contenders, rounds, setting.device, warm_up=_WARM_UP, pause=pause)
 
 
-def _copy_contender(model: Any, device: torch.device) -> Contender:
-    """What reading the weights would take: a copy that moves as many bytes, half in and half out.
-    Embeddings that are not the head's as well are left out: a step reads a few rows of them."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is table.weight
-    moved = sum(p.nbytes for p in model.parameters()) - (0 if tied else table.weight.nbytes)
-    source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return Contender(COPY_NAME, [lambda: target.copy_(source)], lambda out: 0.0, 0.0, moved)
+def _copy_contender(setting: Setting) -> Contender:
+    """What reading the weights would take: a copy that moves as many bytes."""
+    moved = round(model_shape(setting.config, setting.dtype).read_weights(setting.batch))
+    return Contender(COPY_NAME, [memory_copy(moved, setting.device)], lambda out: 0.0, 0.0, moved)
 
 
 def decode_section(setting: Setting, results: Sequence[Result]) -> Section:
     """The table. Speed-ups are medians of a peer over medians of the row."""
     columns: list[Column] = [
         ("tokens/s", lambda r: number(tokens_per_second(setting, r))),
-        *speed_ups(results, (EAGER_NAME,)),
+        *speed_ups([r for r in results if r.name != COPY_NAME], (EAGER_NAME,)),
         ("first step s", lambda r: number(r.first_call_s)),
         ("warm-up s", lambda r: number(r.warm_up_s)),
     ]

@@ -56,6 +56,8 @@ def test_all_contenders_are_right(fill):
     assert ("prefill" in results[0].note) == (fill == "prompt")
     table = str(decode_section(chosen, results))
     assert f"300 tokens ({fill}), batch 2, 2 layers" in table
+    # What takes least is no peer.
+    assert f"x {COPY_NAME}" not in table
     assert "tokens/s" in table
     speed = decode_json(chosen, results)[0]["tokens_per_s"]
     assert speed == pytest.approx(2000 / results[0].median_ms)
