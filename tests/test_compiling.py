@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.exc import CppCompileError
 from torch.compiler._cache import CacheArtifactManager
 
 from kvpass import _torch_cpp, _torch_libraries
@@ -164,6 +165,39 @@ def test_kernels_of_a_graph_are_compiled_together(monkeypatch: pytest.MonkeyPatc
         assert names == ["kernel", "kernels", "kernels"]
         # What was built, by the first alone.
         assert len(list(_torch_libraries._folder().parent.glob("*/*.so"))) == 3
+
+
+@pytest.mark.usefixtures("artifacts")
+def test_the_header_of_kernels_is_begun_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that they ask for, with the same flags, when something is compiled; not before."""
+    wanted = []
+
+    def ask(header: str, *flags: str, **options: object) -> str:
+        wanted.append((header, flags, options))
+        return header
+
+    monkeypatch.setattr("torch._inductor.codecache._precompile_header", ask)
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
+    submit, futures = AsyncCompile.submit, []
+
+    def remember(task: Callable[[], object]) -> object:
+        futures.append(submit(task))
+        return futures[-1]
+
+    monkeypatch.setattr(AsyncCompile, "submit", remember)
+    for _ in range(2):
+        _torch_cpp.start_header.cache_clear()
+        _torch_cpp._code_cache().cache.clear()
+        load_cpp(SOURCE, ())
+    for future in futures:
+        future.result()
+    (begun,) = wanted
+    assert begun[0] == "torch/csrc/inductor/cpp_prefix.h"
+    with batched_kernels():
+        scope = {"k": AsyncCompile().cpp_pybinding(["float*"], KERNEL.format(value=2))}
+        with pytest.raises(CppCompileError):
+            scope["k"].result()
+    assert wanted == [begun, begun]
 
 
 @pytest.mark.usefixtures("artifacts")

@@ -83,6 +83,8 @@ def bench_start(setting: StartSetting, recipes: Sequence[str]) -> Iterator[Start
     for contender in (EAGER, COMPILE, *recipes):
         with tempfile.TemporaryDirectory(prefix="kvpass_start_") as folder:
             caches = {name: str(Path(folder) / name.lower()) for name in _CACHES}
+            # Inductor's precompiled headers are always among temporary files.
+            caches["TMPDIR"] = folder
             # Eager has nothing to find.
             times = 1 if contender == EAGER else 2
             yield from _started_again(setting, contender, {**os.environ, **caches}, times)
