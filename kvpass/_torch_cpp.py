@@ -41,33 +41,33 @@ def start_cpp(source: str, flags: Sequence[str]) -> Callable[[], Any]:
     Returns:
         What waits for the library.
     """
-    submit = _submit()
-
-    def submit_compilation(task: Callable[[], Any]) -> Any:
-        # Called if something is compiled: then the graph around it will be, too.
-        start_header()
-        return submit(task) if submit else None
-
     with trusted_vectors():
         made: Callable[[], Any] = _code_cache().load_async(
-            source, extra_flags=tuple(flags), submit_fn=submit and submit_compilation
+            source, extra_flags=tuple(flags), submit_fn=_submit() and _submit_behind_header
         )
     return made
+
+
+def _submit_behind_header(task: Callable[[], Any]) -> Any:
+    """What is called if something is compiled: then the graph around it will be, too."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    start_header()
+    return AsyncCompile.submit(task)
 
 
 @cache
 def start_header() -> None:
     """Begins to precompile the header that Inductor's own kernels include, unless this machine has
     it: the five seconds that it takes pass while the graph is lowered."""
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     # A source of no kernel, which nobody compiles: Inductor sees to its header first.
-    start: Any = partial(
-        CppPythonBindingsCodeCache.load_async, "", submit_fn=lambda task: Future[None]()
-    )
-    if (submit := _submit()) is not None:
-        # Inductor's options, of which the header is one, belong to the context.
-        submit(partial(copy_context().run, start))
+    start: Any = CppPythonBindingsCodeCache.load_async
+    begin = partial(start, "", submit_fn=lambda task: Future[None]())
+    # Inductor's options, of which its flags are some, belong to the context.
+    AsyncCompile.submit(partial(copy_context().run, begin))
 
 
 def _submit() -> Callable[..., Any] | None:
@@ -251,12 +251,17 @@ def trusted_vectors() -> Iterator[None]:
     """Lets Inductor take the vectors that this CPU has for ones that the compiler has, too, and not
     compile a program with each kind to see: seconds in a process that finds nothing compiled."""
     from torch._inductor import config
-    from torch._inductor.cpu_vec_isa import VecISA
+    from torch._inductor.cpu_vec_isa import VecAMX, VecISA
 
-    known = config.cpp.vec_isa_ok
+    known, check_build = config.cpp.vec_isa_ok, VecISA.check_build
+
+    def builds(vectors: VecISA, code: str) -> bool:
+        # Compilers in use lack some of AMX.
+        return not isinstance(vectors, VecAMX) or check_build(vectors, code)
+
     trusted = config.patch({"cpp.vec_isa_ok": True if known is None else known})
     # bfloat16's and VNNI's are asked for behind that option.
-    with trusted, patch.object(VecISA, "check_build", lambda *_: True):
+    with trusted, patch.object(VecISA, "check_build", builds):
         yield
 
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.exc import CppCompileError
@@ -128,6 +129,15 @@ def test_code_is_for_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert library_key("", SOURCE, ()) != here
     monkeypatch.setattr(_torch_libraries, "cpu_features", lambda: "none of this one's instructions")
     assert library_key("", SOURCE, ()) != here
+
+
+def test_the_compiler_is_asked_for_amx_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CPU has of it, compilers in use may lack."""
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *_: False)
+    with _torch_cpp.trusted_vectors():
+        assert cpu_vec_isa.VecAVX512VNNI().check_build("")
+        assert not cpu_vec_isa.VecAMX().check_build("")
+    assert not cpu_vec_isa.VecAVX512VNNI().check_build("")
 
 
 KERNEL = """
