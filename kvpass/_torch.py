@@ -1,12 +1,13 @@
 """What is imported of private PyTorch APIs (used with torch 2.11 to 2.15), but for sizes
-(`kvpass._torch_sizes`), compiling C++ (`kvpass._torch_cpp`), keeping what was compiled
-(`kvpass._torch_libraries`) and simulating a GPU (`kvpass._torch_gpu`)."""
+(`kvpass._torch_sizes`), Inductor (`kvpass._torch_inductor`), compiling C++ (`kvpass._torch_cpp`),
+keeping what was compiled (`kvpass._torch_libraries`) and simulating a GPU
+(`kvpass._torch_gpu`)."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch._dynamo.source import (
     TensorPropertySource,
 )
 from torch._dynamo.utils import compilation_time_metrics
+from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -25,7 +27,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-from kvpass._torch_cpp import batched_kernels, call_directly, trusted_vectors
 from kvpass._torch_sizes import new_size
 
 SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
@@ -99,6 +100,13 @@ def copy_graph_facts(old: fx.GraphModule, new: fx.GraphModule) -> None:
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
+
+
+def compiling_mode() -> FakeTensorMode | None:
+    """The mode of the stand-ins of the compilation that goes on, if there is one with sizes that
+    differ from call to call."""
+    mode: FakeTensorMode | None = detect_fake_mode()
+    return None if mode is None or mode.shape_env is None else mode
 
 
 def mark_static_input(node: fx.Node) -> None:
@@ -201,53 +209,6 @@ def written_arguments(target: Any) -> set[int | str] | None:
 def is_higher_order(target: Any) -> bool:
     """Whether ``target`` calls functions of the graph: nothing says what it writes to."""
     return isinstance(target, HigherOrderOperator)
-
-
-_CUDA_GRAPHS = "triton.cudagraphs"
-
-
-def inductor_modes() -> dict[str, dict[str, Any]]:
-    """The options that each mode of Inductor sets."""
-    from torch._inductor import list_mode_options
-
-    return list_mode_options()
-
-
-def wants_cuda_graphs(mode: str | None) -> bool:
-    """Whether a mode of Inductor asks for CUDA graphs."""
-    return mode is not None and bool(inductor_modes()[mode].get(_CUDA_GRAPHS))
-
-
-def compile_inductor(
-    module: fx.GraphModule,
-    examples: list[Any],
-    mode: str | None,
-    tag: str,
-    capture: bool = True,
-    direct: Iterable[OpOverload] = (),
-) -> Callable[..., Any]:
-    """Inductor's callable for ``module``, which has ops that tracing replaces by their kernels.
-
-    Args:
-        module: to be called with ``examples``.
-        examples: its arguments.
-        mode: of Inductor.
-        tag: stands for what those kernels are; Inductor's caches know a graph by its ops only.
-        capture: whether CUDA graphs may replay it.
-        direct: ops that are called without PyTorch's dispatcher, see `kvpass._torch_cpp`.
-    """
-    from torch._inductor.compile_fx import compile_fx
-    from torch.compiler import config
-
-    call_directly(direct)
-    # Inputs are what Dynamo's guards and `Meta` say: asked once a step, and not once more.
-    patches = {"size_asserts": False, **(inductor_modes()[mode] if mode else {})}
-    if not capture:
-        patches[_CUDA_GRAPHS] = False
-    own = config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}")  # type: ignore[attr-defined]
-    with own, batched_kernels(), trusted_vectors():
-        compiled: Any = compile_fx(module, examples, config_patches=patches)
-    return cast(Callable[..., Any], compiled)
 
 
 def register_backend_once(function: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -158,8 +159,8 @@ def _convention() -> dict[str, str]:
 
 
 class _Batch:
-    """The kernels of one graph, compiled together: a compiler's start, and reading its headers,
-    take most of the time of each."""
+    """Kernels that are compiled together: a compiler's start, and reading its headers, take most of
+    the time of each."""
 
     def __init__(self) -> None:
         self._sources: list[tuple[Sequence[str], str]] = []
@@ -216,34 +217,51 @@ class _Batch:
         return cast(Callable[..., Any], start([], text, submit_fn=_submit()))
 
 
+@dataclass(frozen=True, eq=False)
+class _Kernel:
+    """What stands in compiled modules for a kernel of a batch, until that is compiled."""
+
+    batch: _Batch
+    number: int
+
+    def __call__(self, *args: Any) -> None:
+        # Of a module whose compilation has failed before its end.
+        self.batch.function(self.number)(*args)
+
+
 @contextmanager
 def batched_kernels() -> Iterator[None]:
-    """Lets Inductor compile the C++ kernels of a graph together, a part for each of its threads,
-    and keep them."""
+    """Lets Inductor compile the C++ kernels of graphs together, a part for each of its threads, and
+    keep them. The graphs can be called when the context is left."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
     from torch._inductor.codecache import LambdaFuture
 
     patched: Any = AsyncCompile
     compiles, waits = patched.cpp_pybinding, patched.wait
+    batch, waiting = _Batch(), list[dict[str, Any]]()
 
     def compile_batched(self: Any, argument_types: list[str], source: str) -> Any:
         if not _KERNEL.match(source) or source.count('extern "C"') != 1:
             start = _bindings_cache().load_pybinding_async
             return LambdaFuture(start(argument_types, source, submit_fn=_submit()))
-        batch = self.__dict__.setdefault("_kvpass_batch", _Batch())
-        return LambdaFuture(partial(batch.function, batch.add(argument_types, source)))
+        return _Kernel(batch, batch.add(argument_types, source))
 
-    def wait_always(self: Any, scope: dict[str, Any]) -> None:
+    def wait_for_others(self: Any, scope: dict[str, Any]) -> None:
         # Inductor expects none of a single thread.
         if get_compile_threads() <= 1:
             self._wait_futures(scope)
         waits(self, scope)
+        waiting.append(scope)
 
-    patched.cpp_pybinding, patched.wait = compile_batched, wait_always
+    patched.cpp_pybinding, patched.wait = compile_batched, wait_for_others
     try:
         yield
     finally:
         patched.cpp_pybinding, patched.wait = compiles, waits
+    for scope in waiting:
+        for name, kernel in list(scope.items()):
+            if isinstance(kernel, _Kernel):
+                scope[name] = kernel.batch.function(kernel.number)
 
 
 @contextmanager

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    free_unbacked_symbols,
+    statically_known_true,
+)
 from torch.utils._sympy.functions import Max as Max
 from torch.utils._sympy.functions import Min as Min
 from torch.utils._sympy.interp import sympy_interp
@@ -150,3 +155,49 @@ def _function_of(names: tuple[str, ...], expression: str) -> Callable[..., int]:
     # expressions anew would take as long as attention.
     function: Callable[..., int] = eval(f"lambda {', '.join(names)}: {expression}", {"math": math})
     return function
+
+
+def is_unbacked(value: Any) -> bool:
+    """Whether a number, or a size of a tensor, depends on what tensors hold."""
+    sized = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return sized and bool(free_unbacked_symbols(value))
+
+
+class Numbering:
+    """Numbers symbols in the order in which they appear: two lists of sizes are alike if they are
+    the same over these numbers, with the same ranges."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        assert mode.shape_env is not None
+        self._env = mode.shape_env
+        self._symbols: list[sympy.Symbol] = []
+
+    def number(self, value: int | torch.SymInt) -> object:
+        """``value`` over numbers, and what it is in the example."""
+        if isinstance(value, int):
+            return value
+        expr = size_expr(value)
+        self._symbols += sorted(expr.free_symbols.difference(self._symbols), key=str)
+        numbers = {s: sympy.Symbol(f"_{n}", integer=True) for n, s in enumerate(self._symbols)}
+        return expr.xreplace(numbers), value.node.hint
+
+    def ranges(self) -> tuple[object, ...]:
+        """Lowest and highest value of each symbol, in their order."""
+        found = [self._env.var_to_range.get(symbol) for symbol in self._symbols]
+        return tuple(None if known is None else (known.lower, known.upper) for known in found)
+
+    def moved(self, other: Numbering) -> dict[sympy.Symbol, sympy.Symbol]:
+        """The symbols that are others in ``other``, with these."""
+        pairs = zip(self._symbols, other._symbols, strict=True)
+        return {mine: its for mine, its in pairs if mine != its}
+
+    def holds_for(self, other: Numbering) -> bool:
+        """Whether all that is known of the symbols holds for those of ``other``; from now on that
+        is guarded."""
+        moved = self.moved(other)
+        for fact in [guard.expr for guard in self._env.guards]:
+            if not moved.keys().isdisjoint(fact.free_symbols):
+                claim = fact.xreplace(moved)
+                if claim != sympy.true and not self._env.create_symboolnode(claim):
+                    return False
+        return True

@@ -15,16 +15,14 @@ from torch.fx import Graph, GraphModule
 
 import lowering
 from kvpass._torch import (
-    compile_inductor,
     copy_graph_facts,
     copy_source,
-    inductor_modes,
     is_traced,
     register_backend_once,
     trace_artifact,
-    wants_cuda_graphs,
 )
 from kvpass._torch_cpp import cpp_problem
+from kvpass._torch_inductor import inductor, inductor_modes, wants_cuda_graphs
 from kvpass.errors import OptionError, UnmatchedGraphError, unknown
 from kvpass.fingerprint import check_weights
 from kvpass.graph.analysis.sites import Sites, find_sites, module_path
@@ -38,6 +36,7 @@ from kvpass.inspect.report import GraphReport, new_report
 from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
 from kvpass.ranks import agree_to_shard, agreed_ranks
+from kvpass.regional import compile_regions
 from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
 from kvpass.rules.diagnostics import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
@@ -239,7 +238,9 @@ def compile_inner(
     try:
         capture = report.capture_obstacle is None
         tag, direct = lowering.cache_tag(), lowering.direct_ops()
-        return compile_inductor(module, examples, mode, tag, capture, direct)
+        with inductor(mode, tag, capture, direct) as compile_one:
+            callee, report.regions = compile_regions(module, examples, compile_one)
+        return callee
     except Exception as error:
         problem = cpp_problem(error)
         if problem is None:

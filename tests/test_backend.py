@@ -20,7 +20,7 @@ import kvpass
 import kvpass.backend
 import kvpass.rules
 from kvpass import PackedKV, explain, recipe
-from kvpass._torch import compile_inductor
+from kvpass._torch_inductor import inductor
 from kvpass.errors import OptionError, PlanError, StaleHandleError, UnmatchedGraphError
 from tests.harness import compiled, oracle, run_steps
 from tests.models import prompt, tiny_model
@@ -197,7 +197,7 @@ def test_without_a_compiler_the_graph_runs_with_aten(
     def missing(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(kvpass.backend, "compile_inductor", missing)
+    monkeypatch.setattr(kvpass.backend, "inductor", missing)
     model = tiny_model("llama")
     ids = prompt(1, 50)
     wanted, _ = run_steps(model, ids, [40] + [1] * 10, None, oracle(model, KIVI))
@@ -214,7 +214,8 @@ def test_other_kernels_are_another_graph_to_inductors_caches() -> None:
         before = counters["aot_autograd"]["autograd_cache_miss"]
 
         def backend(module: Any, examples: Any) -> Any:
-            return compile_inductor(module, list(examples), None, tag)
+            with inductor(None, tag) as compile_one:
+                return compile_one(module, list(examples))
 
         torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
         return int(counters["aot_autograd"]["autograd_cache_miss"] - before)

@@ -145,7 +145,15 @@ KERNEL = """
 extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0, const int64_t ks0)
 {{ for (int64_t i = 0; i < ks0; ++i) out_ptr0[i] = {value} * in_ptr0[i]; }}
 """
+TYPES = ["const float*", "float*", "const int64_t"]
 HELPER = "#include <cstdint>\nstatic float twice(float x) { return x + x; }\n"
+
+
+def compile_kernel(scope: dict[str, Callable[..., None]], types: list[str] = TYPES) -> None:
+    """What a compiled module with one kernel does."""
+    compiled = AsyncCompile()
+    scope["k"] = compiled.cpp_pybinding(types, KERNEL.format(value=2))
+    compiled.wait(scope)
 
 
 @pytest.mark.usefixtures("artifacts")
@@ -154,7 +162,6 @@ def test_kernels_of_a_graph_are_compiled_together(monkeypatch: pytest.MonkeyPatc
     process with another number of threads finds them."""
     sources = [KERNEL.format(value=value) for value in (2, 3, 5)]
     sources.append(KERNEL.format(value="twice(3.5f)").replace("#include", HELPER + "#include"))
-    types = ["const float*", "float*", "const int64_t"]
     x, y = torch.ones(3), torch.zeros(3)
     for threads in (2, 1):
         monkeypatch.setattr(
@@ -163,7 +170,7 @@ def test_kernels_of_a_graph_are_compiled_together(monkeypatch: pytest.MonkeyPatc
         known = set(CppPythonBindingsCodeCache._loaded_module_names)
         compiled = AsyncCompile()
         with batched_kernels():
-            scope = {f"k{i}": compiled.cpp_pybinding(types, x) for i, x in enumerate(sources)}
+            scope = {f"k{i}": compiled.cpp_pybinding(TYPES, x) for i, x in enumerate(sources)}
             compiled.wait(scope)
         for name, value in zip(scope, (2, 3, 5, 7), strict=True):
             scope[name](x, y, 3)
@@ -175,6 +182,23 @@ def test_kernels_of_a_graph_are_compiled_together(monkeypatch: pytest.MonkeyPatc
         assert names == ["kernel", "kernels", "kernels"]
         # What was built, by the first alone.
         assert len(list(_torch_libraries._folder().parent.glob("*/*.so"))) == 3
+
+
+@pytest.mark.usefixtures("artifacts")
+def test_kernels_of_what_failed_are_compiled_when_called() -> None:
+    """Another graph of this process may consist of the same modules."""
+    scope: dict[str, Callable[..., None]] = {}
+
+    def fail_after_one_kernel() -> None:
+        with batched_kernels():
+            compile_kernel(scope)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_after_one_kernel()
+    x, y = torch.ones(3), torch.zeros(3)
+    scope["k"](x, y, 3)
+    assert y.tolist() == [2.0] * 3
 
 
 @pytest.mark.usefixtures("artifacts")
@@ -205,10 +229,8 @@ def test_the_header_of_kernels_is_begun_before_them(monkeypatch: pytest.MonkeyPa
         future.result()
     (begun,) = wanted
     assert begun[0] == "torch/csrc/inductor/cpp_prefix.h"
-    with batched_kernels():
-        scope = {"k": AsyncCompile().cpp_pybinding(["float*"], KERNEL.format(value=2))}
-        with pytest.raises(CppCompileError):
-            scope["k"].result()
+    with pytest.raises(CppCompileError), batched_kernels():
+        compile_kernel({}, types=TYPES[:1])
     assert wanted == [begun, begun]
 
 

@@ -122,7 +122,9 @@ def test_no_module_imports_itself_through_others():
 
 
 # What is used of PyTorch, and of Inductor for a GPU that is not there.
-PRIVATE = tuple(f"kvpass/_torch{x}.py" for x in ("", "_cpp", "_gpu", "_libraries", "_sizes"))
+PRIVATE = tuple(
+    f"kvpass/_torch{x}.py" for x in ("", "_cpp", "_gpu", "_inductor", "_libraries", "_sizes")
+)
 
 
 def private(name: str) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from kvpass import _torch, backend
+from kvpass import backend
 from kvpass._torch_gpu import (
     DataDependentError,
     InductorGraph,
@@ -46,6 +46,7 @@ from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
 from kvpass.plan import Plan
 from kvpass.recipes import written_recipe
+from kvpass.regional import Compile
 from kvpass.runtime import PackedCallable
 
 # Heads of an 8B Llama, and fewer of them.
@@ -183,16 +184,18 @@ class _Shapes(Interpreter):
 def _watched(waits: dict[int, list[str]]) -> Iterator[None]:
     """Runs compiled graphs, inside, on fake tensors; collects where each waits, by its report's
     index."""
-    compile_inductor, call = _torch.compile_inductor, PackedCallable.__call__
+    call = PackedCallable.__call__
     running: list[list[str]] = []
 
-    def compile_and_fake(module: GraphModule, *args: Any) -> Callable[..., Any]:
-        compile_inductor(module, *args)
+    def compile_and_fake(
+        module: GraphModule, examples: list[Any], compile_one: Compile
+    ) -> tuple[Callable[..., Any], tuple[int, int]]:
+        compile_one(module, examples)
 
         def run(*inputs: Any) -> Any:
             return _Shapes(module, running[-1]).run(*map(_own, inputs))
 
-        return run
+        return run, (1, 1)
 
     def watched_call(callee: PackedCallable, *args: Any) -> Any:
         running.append(waits.setdefault(callee.report.index, []))
@@ -200,7 +203,7 @@ def _watched(waits: dict[int, list[str]]) -> Iterator[None]:
             return call(callee, *args)
 
     patches = [
-        (backend, "compile_inductor", compile_and_fake),
+        (backend, "compile_regions", compile_and_fake),
         (PackedCallable, "__call__", watched_call),
         (constants, "on_device", stand_in),
         (Fold, "__call__", lambda _, weight: torch.empty_like(weight)),

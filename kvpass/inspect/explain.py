@@ -96,9 +96,11 @@ def explain(model: torch.nn.Module) -> Explanation:
 
 def describe(report: GraphReport) -> str:
     """One graph in words."""
+    count, kinds = report.regions
+    regions = "" if count == 1 else f" in {count} regions of {kinds} kinds"
     lines = [
-        f"\ngraph {report.index}: {report.kind}, recipe {report.recipe}, run by {report.inner}, "
-        f"compiled in {sum(report.seconds.values()):.1f} s"
+        f"\ngraph {report.index}: {report.kind}, recipe {report.recipe}, run by {report.inner}"
+        f"{regions}, compiled in {sum(report.seconds.values()):.1f} s"
     ]
     by_path: dict[str, list[str]] = {}
     for event in report.events:

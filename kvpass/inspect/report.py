@@ -39,6 +39,8 @@ class GraphReport:
         choices: which provider runs each op, and who declined.
         warnings: messages for the user.
         inner: what compiled the graph.
+        regions: of how many regions it consists, and how many were compiled: those that are alike
+            once.
         capture_obstacle: why CUDA graphs may not replay it; None if they may.
         seconds: for each named pass.
         kernels: returns the generated source files of this process so far, and the op of each.
@@ -55,6 +57,7 @@ class GraphReport:
     choices: list[Choice] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     inner: str = "inductor"
+    regions: tuple[int, int] = (1, 1)
     capture_obstacle: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     kernels: Callable[[], Mapping[Path, str]] = dict

@@ -1,0 +1,54 @@
+"""Compiling graphs with Inductor, through private PyTorch APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from kvpass._torch_cpp import batched_kernels, call_directly, trusted_vectors
+
+_CUDA_GRAPHS = "triton.cudagraphs"
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The options that each mode of Inductor sets."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options()
+
+
+def wants_cuda_graphs(mode: str | None) -> bool:
+    """Whether a mode of Inductor asks for CUDA graphs."""
+    return mode is not None and bool(inductor_modes()[mode].get(_CUDA_GRAPHS))
+
+
+@contextmanager
+def inductor(
+    mode: str | None, tag: str, capture: bool = True, direct: Iterable[OpOverload] = ()
+) -> Iterator[Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]]:
+    """Gives what compiles a graph, which has ops that tracing replaces by their kernels, for its
+    examples. What it returns can be called when the context is left.
+
+    Args:
+        mode: of Inductor.
+        tag: stands for what those kernels are; Inductor's caches know a graph by its ops only.
+        capture: whether CUDA graphs may replay it.
+        direct: ops that are called without PyTorch's dispatcher, see `kvpass._torch_cpp`.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.compiler import config
+
+    call_directly(direct)
+    # Inputs are what Dynamo's guards and `Meta` say: asked once a step, and not once more.
+    patches = {"size_asserts": False, **(inductor_modes()[mode] if mode else {})}
+    if not capture:
+        patches[_CUDA_GRAPHS] = False
+    own = config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}")  # type: ignore[attr-defined]
+    with own, batched_kernels(), trusted_vectors():
+        compiler: Any = compile_fx
+        yield partial(compiler, config_patches=patches)

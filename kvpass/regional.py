@@ -1,0 +1,200 @@
+"""Compiling a graph region by region, those that are alike once: compiling a model then takes as
+long as its distinct layers do, however many it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from kvpass._torch import FakeTensorMode, compiling_mode, is_subclass, storage_key, tree_leaves
+from kvpass._torch_sizes import Numbering, shape_symbols, symbols_of
+from kvpass.graph.regions import Region, find_regions, structure
+
+Compile = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+# A region more costs about as much as a layer.
+_LEAST_SAVED = 2
+
+
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """Regions that are alike.
+
+    Attributes:
+        numbering: of the symbols in the inputs of the first of them.
+        results: what that one makes of its inputs, as a compiler's stand-ins.
+    """
+
+    numbering: Numbering
+    results: list[Any]
+
+
+def compile_regions(
+    module: GraphModule, examples: Sequence[Any], compile_one: Compile
+) -> tuple[Callable[..., Any], tuple[int, int]]:
+    """Compiles ``module``, region by region where some are alike.
+
+    Args:
+        module: to be called with ``examples``; its placeholders have example values.
+        examples: its arguments.
+        compile_one: compiles a graph for its examples.
+
+    Returns:
+        The callable, how many regions it consists of, and how many were compiled.
+    """
+    mode = compiling_mode()
+    regions = find_regions(module) if mode is not None and _may_be_cut(examples) else []
+    structures = {structure(region.module.graph) for region in regions}
+    if mode is not None and len(regions) - len(structures) >= _LEAST_SAVED:
+        search = _Search(module, examples, mode)
+        found = [(region, *search.kind(region)) for region in regions]
+        if search.succeeded and len(regions) - len(search.kinds) >= _LEAST_SAVED:
+            functions = list(_compiled(found, search.values, compile_one))
+            callee = _chain(module, regions, functions)
+            return callee, (len(functions), len(set(functions)))
+    return compile_one(module, list(examples)), (1, 1)
+
+
+def _may_be_cut(examples: Sequence[Any]) -> bool:
+    """Whether all tensors are dense ones on the CPU, and none is to be differentiated. (Nobody has
+    measured what cuts do on a GPU.)"""
+    tensors = [x for x in examples if isinstance(x, Tensor)]
+    return all(
+        x.device.type == "cpu" and x.layout == torch.strided and not is_subclass(x) for x in tensors
+    ) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+class _Search:
+    """Finds which regions of a graph are alike.
+
+    Attributes:
+        values: examples of the graph's arguments, and stand-ins of what regions pass on.
+        kinds: those found, by what makes regions alike.
+        succeeded: whether all that regions pass on are tensors with a memory of their own, and
+            numbers.
+    """
+
+    def __init__(self, module: GraphModule, examples: Sequence[Any], mode: FakeTensorMode) -> None:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.values: dict[Node, Any] = dict(zip(placeholders, examples, strict=True))
+        self.kinds: dict[Any, _Kind] = {}
+        self.succeeded = True
+        self._mode = mode
+        self._stand_ins = {node: self._copy(node.meta["example_value"]) for node in placeholders}
+
+    def kind(self, region: Region) -> tuple[_Kind, Numbering]:
+        """The kind of a region, whose predecessors have been asked for, and the numbering of the
+        symbols in its inputs."""
+        given = [self._stand_ins[node] for node in region.inputs]
+        numbering = Numbering(self._mode)
+        shapes = tuple(_described(value, numbering) for value in given)
+        memories = [_memory(self.values[node]) or node for node in region.inputs]
+        shared = tuple(memories.index(memory) for memory in memories)
+        key = structure(region.module.graph), shapes, shared, numbering.ranges()
+        kind = self.kinds.get(key)
+        if kind is None:
+            kind = self.kinds[key] = _Kind(numbering, self._run(region, given))
+            results = kind.results
+        elif _symbols(kind.results).isdisjoint(kind.numbering.moved(numbering)):
+            results = [self._copy(result) for result in kind.results]
+        else:
+            results = self._run(region, given)
+        self._stand_ins.update(zip(region.outputs, results, strict=True))
+        self.values.update(zip(region.outputs, results, strict=True))
+        return kind, numbering
+
+    def _run(self, region: Region, given: list[Any]) -> list[Any]:
+        with self._mode:
+            results: list[Any] = region.module(*given)
+        tensors = [x for x in results if isinstance(x, Tensor)]
+        memories = {_memory(x) for x in tensors} - {_memory(x) for x in given}
+        if len(memories) < len(tensors) or not all(map(_is_passed, results)):
+            self.succeeded = False
+        return results
+
+    def _copy(self, value: Any) -> Any:
+        """Another stand-in for ``value``."""
+        if not isinstance(value, Tensor):
+            return value
+        with self._mode:
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+
+
+def _is_passed(value: Any) -> bool:
+    plain = isinstance(value, Tensor) and value.layout == torch.strided and not is_subclass(value)
+    return plain or isinstance(value, int | torch.SymInt)
+
+
+def _memory(value: Any) -> int | None:
+    return storage_key(value) if isinstance(value, Tensor) else None
+
+
+def _described(value: Any, numbering: Numbering) -> object:
+    """What compiled code relies on of an argument like ``value``."""
+    if not isinstance(value, Tensor):
+        return numbering.number(value) if isinstance(value, int | torch.SymInt) else repr(value)
+    sizes = [numbering.number(size) for size in (*value.shape, *value.stride())]
+    return value.dtype, value.device, *sizes
+
+
+def _symbols(values: Sequence[Any]) -> set[Any]:
+    return {symbol for x in values for symbol in shape_symbols(x) | symbols_of(x)}
+
+
+def _compiled(
+    found: Sequence[tuple[Region, _Kind, Numbering]],
+    values: Mapping[Node, Any],
+    compile_one: Compile,
+) -> Iterator[Callable[..., Any]]:
+    """The callable of each region."""
+    known: dict[_Kind, Callable[..., Any]] = {}
+    for region, kind, numbering in found:
+        function = known.get(kind)
+        # What compiling has made of one region's sizes must hold for those of the other.
+        if function is None or not kind.numbering.holds_for(numbering):
+            function = compile_one(region.module, [values[node] for node in region.inputs])
+            known.setdefault(kind, function)
+        yield function
+
+
+def _chain(
+    module: GraphModule, regions: Sequence[Region], functions: Sequence[Callable[..., Any]]
+) -> Callable[..., list[Any]]:
+    """What calls the regions one after the other, and forgets what is not read any more."""
+    arguments = list(module.graph.find_nodes(op="placeholder"))
+    passed = [node for region in regions for node in region.outputs]
+    slots = {node: slot for slot, node in enumerate((*arguments, *passed))}
+    returned = [slots[node] for node in tree_leaves(module.graph.output_node().args)]
+    last = {slots[node]: step for step, region in enumerate(regions) for node in region.inputs}
+    room = [None] * len(passed)
+    steps = [
+        (
+            functions[step],
+            [slots[node] for node in region.inputs],
+            [slots[node] for node in region.outputs],
+            [
+                slot
+                for slot, reader in last.items()
+                if reader == step and slot >= len(arguments) and slot not in returned
+            ],
+        )
+        for step, region in enumerate(regions)
+    ]
+
+    def call(*args: Any) -> list[Any]:
+        values = [*args, *room]
+        for function, reads, writes, dead in steps:
+            given = [values[slot] for slot in reads]
+            for slot in dead:
+                values[slot] = None
+            for slot, result in zip(writes, function(*given), strict=True):
+                values[slot] = result
+        return [values[slot] for slot in returned]
+
+    return call
