@@ -28,7 +28,8 @@ class Layer(nn.Module):
         super().__init__()
         self.kind = kind
         self.linear = nn.Linear(4, 4)
-        self.register_buffer("kept", torch.zeros(4))
+        self.register_buffer("kept", torch.zeros(5 if kind == "reads five" else 4))
+        self.register_buffer("seen", self.kept[:] if kind == "reads twice" else torch.zeros(4))
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         if self.kind == "writes":
@@ -37,7 +38,14 @@ class Layer(nn.Module):
             x = x + self.kept
         elif self.kind == "counts":
             x = x * x.size(0)
-        y = self.linear(x.tanh())
+        elif self.kind.startswith("reads"):
+            self.kept.add_(1)
+            x = x + self.kept[:4] + self.seen
+        if self.kind == "few tokens":
+            weight, bias = self.linear.weight, self.linear.bias
+            y = torch.ops.kvpass.linear.default(x.tanh(), weight, bias)
+        else:
+            y = self.linear(x.tanh())
         if self.kind == "views":
             return y.t().t(), state[:]
         return x + y, state * 2 if self.kind == "counts" else state
@@ -73,7 +81,11 @@ def cut(model: nn.Module, **options: Any) -> tuple[Callable[..., Any], list[tupl
 
 @settings(max_examples=15)
 @given(
-    st.lists(st.sampled_from(["plain", "writes", "counts", "views"]), min_size=1, max_size=3),
+    st.lists(
+        st.sampled_from(["plain", "writes", "counts", "views", "reads", "reads twice"]),
+        min_size=1,
+        max_size=3,
+    ),
     st.booleans(),
     st.booleans(),
 )
@@ -96,7 +108,10 @@ def test_cuts_change_nothing(kinds: list[str], shared: bool, dynamic: bool) -> N
     [
         (["plain"] * 6, (7, 3)),
         (["writes"] * 6, (7, 3)),
-        # What a layer does decides, not its number.
+        (["few tokens"] * 6, (7, 3)),
+        # Inputs of another size, or such that share their memory, are others.
+        (["reads"] * 3 + ["reads five"] + ["reads"] * 3, (8, 4)),
+        (["reads"] * 3 + ["reads twice"] + ["reads"] * 3, (8, 4)),
         (["plain", "counts"] * 4, (9, 4)),
         # Too few to gain by it.
         (["plain"] * 3, (1, 1)),
@@ -123,11 +138,22 @@ def in_a_context(model: Layers, x: Tensor, state: Tensor) -> Tensor:
         return model(x, state)[0]
 
 
+def in_parallel(model: Layers, x: Tensor, state: Tensor) -> Tensor:
+    return torch.vmap(lambda one: model(one[None], state)[0])(x)
+
+
+def with_gradients(model: Layers, x: Tensor, state: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return model(x, state)[0]
+
+
 def depends_on_data(model: Layers, x: Tensor, state: Tensor) -> Tensor:
     return model(x, state)[0] + torch.nonzero(state).size(0)
 
 
-@pytest.mark.parametrize("function", [passes_views, in_a_context, depends_on_data])
+@pytest.mark.parametrize(
+    "function", [passes_views, in_a_context, in_parallel, with_gradients, depends_on_data]
+)
 def test_what_cuts_could_change_is_not_cut(function: Callable[..., Tensor]) -> None:
     model = Layers(["plain"] * 6)
     x, state = torch.randn(3, 4), torch.ones(4)

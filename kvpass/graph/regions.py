@@ -62,7 +62,8 @@ def _cuts(nodes: Sequence[Node]) -> list[int]:
         name = str(getattr(node.target, "__name__", node.target))
         open_contexts += bool(_BEGINS.search(name)) - bool(_ENDS.search(name))
         layer = _LAYER.match(module_path(node))
-        if layer is not None and op_name(node) in _PRODUCTS and not open_contexts:
+        product = op_name(node).removesuffix(".default") in _PRODUCTS
+        if layer is not None and product and not open_contexts:
             last[layer.group()] = position
     return sorted(last.values())
 
