@@ -169,7 +169,7 @@ def test_kernels_of_a_graph_are_compiled_together(monkeypatch: pytest.MonkeyPatc
         )
         known = set(CppPythonBindingsCodeCache._loaded_module_names)
         compiled = AsyncCompile()
-        with batched_kernels():
+        with batched_kernels(), _torch_cpp.trusted_vectors():
             scope = {f"k{i}": compiled.cpp_pybinding(TYPES, x) for i, x in enumerate(sources)}
             compiled.wait(scope)
         for name, value in zip(scope, (2, 3, 5, 7), strict=True):
