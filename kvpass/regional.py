@@ -27,10 +27,12 @@ class _Kind:
     Attributes:
         numbering: of the symbols in the inputs of the first of them.
         results: what that one makes of its inputs, as a compiler's stand-ins.
+        passed: for each result the number of the input that it is itself; None if it is new.
     """
 
     numbering: Numbering
     results: list[Any]
+    passed: list[int | None]
 
 
 def compile_regions(
@@ -74,8 +76,8 @@ class _Search:
     Attributes:
         values: examples of the graph's arguments, and stand-ins of what regions pass on.
         kinds: those found, by what makes regions alike.
-        succeeded: whether all that regions pass on are tensors with a memory of their own, and
-            numbers.
+        succeeded: whether all that regions pass on are numbers, what they got, and tensors with a
+            memory of their own.
     """
 
     def __init__(self, module: GraphModule, examples: Sequence[Any], mode: FakeTensorMode) -> None:
@@ -97,24 +99,27 @@ class _Search:
         key = structure(region.module.graph), shapes, shared, numbering.ranges()
         kind = self.kinds.get(key)
         if kind is None:
-            kind = self.kinds[key] = _Kind(numbering, self._run(region, given))
+            kind = self.kinds[key] = self._run(region, given, numbering)
             results = kind.results
         elif _symbols(kind.results).isdisjoint(kind.numbering.moved(numbering)):
             results = [self._copy(result) for result in kind.results]
         else:
-            results = self._run(region, given)
-        self._stand_ins.update(zip(region.outputs, results, strict=True))
-        self.values.update(zip(region.outputs, results, strict=True))
+            results = self._run(region, given, numbering).results
+        for node, result, origin in zip(region.outputs, results, kind.passed, strict=True):
+            self._stand_ins[node] = result if origin is None else given[origin]
+            self.values[node] = result if origin is None else self.values[region.inputs[origin]]
         return kind, numbering
 
-    def _run(self, region: Region, given: list[Any]) -> list[Any]:
+    def _run(self, region: Region, given: list[Any], numbering: Numbering) -> _Kind:
         with self._mode:
             results: list[Any] = region.module(*given)
-        tensors = [x for x in results if isinstance(x, Tensor)]
-        memories = {_memory(x) for x in tensors} - {_memory(x) for x in given}
-        if len(memories) < len(tensors) or not all(map(_is_passed, results)):
+        numbers = {id(x): number for number, x in enumerate(given) if isinstance(x, Tensor)}
+        passed = [numbers.get(id(x)) for x in results]
+        new = [x for x in results if isinstance(x, Tensor) and id(x) not in numbers]
+        memories = {_memory(x) for x in new} - {_memory(x) for x in given}
+        if len(memories) < len(new) or not all(map(_is_passed, results)):
             self.succeeded = False
-        return results
+        return _Kind(numbering, results, passed)
 
     def _copy(self, value: Any) -> Any:
         """Another stand-in for ``value``."""
@@ -170,9 +175,12 @@ def _chain(
     arguments = list(module.graph.find_nodes(op="placeholder"))
     passed = [node for region in regions for node in region.outputs]
     slots = {node: slot for slot, node in enumerate((*arguments, *passed))}
-    returned = [slots[node] for node in tree_leaves(module.graph.output_node().args)]
+    results = tree_leaves(module.graph.output_node().args)
+    constants = [x for x in results if not isinstance(x, Node)]
+    numbers = iter(range(len(slots), len(slots) + len(constants)))
+    returned = [slots[x] if isinstance(x, Node) else next(numbers) for x in results]
     last = {slots[node]: step for step, region in enumerate(regions) for node in region.inputs}
-    room = [None] * len(passed)
+    more = [*[None] * len(passed), *constants]
     steps = [
         (
             functions[step],
@@ -188,7 +196,7 @@ def _chain(
     ]
 
     def call(*args: Any) -> list[Any]:
-        values = [*args, *room]
+        values = [*args, *more]
         for function, reads, writes, dead in steps:
             given = [values[slot] for slot in reads]
             for slot in dead:

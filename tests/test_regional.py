@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass import explain, recipe
+from kvpass._torch_inductor import inductor
 from kvpass._torch_sizes import Numbering, symbolic_mode, symbolic_size
-from kvpass.regional import compile_regions
+from kvpass.regional import Compile, compile_regions
 from tests.harness import compiled, run_steps
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_CODE_FLIP
@@ -48,6 +50,9 @@ class Layer(nn.Module):
             y = self.linear(x.tanh())
         if self.kind == "views":
             return y.t().t(), state[:]
+        if self.kind == "passes":
+            state = state.float()
+            state.add_(1)
         return x + y, state * 2 if self.kind == "counts" else state
 
 
@@ -60,18 +65,27 @@ class Layers(nn.Module):
             for layer in self.layers:
                 layer.kept = self.layers[0].kept
 
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor, int, Tensor]:
         for layer in self.layers:
             x, state = layer(x, state)
-        return x.sum(0), state
+        return x.sum(0), state, x.size(0), x
 
 
-def cut(model: nn.Module, **options: Any) -> tuple[Callable[..., Any], list[tuple[int, int]]]:
-    """``model`` in regions, none of which is compiled any further; how many of how many kinds."""
+@contextmanager
+def uncompiled() -> Iterator[Compile]:
+    yield lambda graph, _: graph
+
+
+def cut(
+    model: Callable[..., Any], inner: AbstractContextManager[Compile] | None = None, **options: Any
+) -> tuple[Callable[..., Any], list[tuple[int, int]]]:
+    """``model`` in regions, each run as it is or compiled by ``inner``; how many of how many
+    kinds."""
     found = []
 
     def backend(module: Any, examples: Any) -> Any:
-        function, regions = compile_regions(module, examples, lambda graph, _: graph)
+        with inner or uncompiled() as compile_one:
+            function, regions = compile_regions(module, examples, compile_one)
         found.append(regions)
         return function
 
@@ -82,7 +96,7 @@ def cut(model: nn.Module, **options: Any) -> tuple[Callable[..., Any], list[tupl
 @settings(max_examples=15)
 @given(
     st.lists(
-        st.sampled_from(["plain", "writes", "counts", "views", "reads", "reads twice"]),
+        st.sampled_from(["plain", "writes", "counts", "views", "reads", "reads twice", "passes"]),
         min_size=1,
         max_size=3,
     ),
@@ -109,6 +123,7 @@ def test_cuts_change_nothing(kinds: list[str], shared: bool, dynamic: bool) -> N
         (["plain"] * 6, (7, 3)),
         (["writes"] * 6, (7, 3)),
         (["few tokens"] * 6, (7, 3)),
+        (["passes"] * 6, (7, 3)),
         # Inputs of another size, or such that share their memory, are others.
         (["reads"] * 3 + ["reads five"] + ["reads"] * 3, (8, 4)),
         (["reads"] * 3 + ["reads twice"] + ["reads"] * 3, (8, 4)),
@@ -131,6 +146,26 @@ def passes_views(model: Layers, x: Tensor, state: Tensor) -> Tensor:
         x, state = layer(x, state)
         x = x + seen.sum()
     return x
+
+
+def passes_itself(model: Layers, x: Tensor, state: Tensor) -> Tensor:
+    same = state.float()
+    for layer in model.layers:
+        x, _ = layer(x, state)
+        x = x + same.add_(1)
+    return x
+
+
+def test_what_is_written_in_one_region_is_seen_in_the_next() -> None:
+    """Also where it is passed on, and Inductor compiles each."""
+    model, x = Layers(["plain"] * 6), torch.randn(3, 4)
+    states = torch.ones(4), torch.ones(4)
+    with torch.no_grad():
+        callee, found = cut(passes_itself, inductor(None, "regions"))
+        got, wanted = callee(model, x, states[0]), passes_itself(model, x, states[1])
+    torch.testing.assert_close(got, wanted)
+    assert found == [(7, 3)]
+    assert states[0].tolist() == states[1].tolist() == [7.0] * 4
 
 
 def in_a_context(model: Layers, x: Tensor, state: Tensor) -> Tensor:
@@ -200,11 +235,13 @@ FOUR, TWO = (recipe(f"kivi-{bits}bit", group=8, residual=16) for bits in (4, 2))
 STEPS = [40, *[1] * 24, 3, 1]
 
 
-@pytest.mark.parametrize(("chosen", "kinds"), [("mixed", 4), ("fp", 3)])
-def test_a_models_layers_are_compiled_once(chosen: str, kinds: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "chosen", "kinds"), [("llama", "mixed", 4), ("mistral", "fp", 3)]
+)
+def test_a_models_layers_are_compiled_once(family: str, chosen: str, kinds: int) -> None:
     """One with a plan of its own, the first and what follows the last are other kinds. With a
-    prompt and a cache that grows the numbers are the oracle's."""
-    model, ids = tiny_model("llama", layers=6), prompt(1, sum(STEPS))
+    prompt and a cache that grows, or slides, the numbers are the oracle's."""
+    model, ids = tiny_model(family, layers=6), prompt(1, sum(STEPS))
     plan = (recipe("fp") if chosen == "fp" else FOUR).plan(model.config)
     if chosen == "mixed":
         plan = replace(plan, layers={"3": TWO.plan(model.config).default})

@@ -72,12 +72,10 @@ def _may_be_cut(nodes: Sequence[Node], graph: Graph) -> bool:
     """Whether all that nodes pass to each other is in their arguments and results, whose sizes are
     those of the graph's inputs."""
     values = [node.meta.get("example_value") for node in graph.nodes]
-    results = tree_leaves(graph.output_node().args)
     return (
         all(node.op in ("call_function", "call_method") for node in nodes)
         and not any("grad_enabled" in str(node.target) for node in nodes)
         and not any(is_unbacked(value) for value in tree_leaves(values))
-        and all(isinstance(result, Node) for result in results)
     )
 
 
