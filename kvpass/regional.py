@@ -77,7 +77,7 @@ class _Search:
         values: examples of the graph's arguments, and stand-ins of what regions pass on.
         kinds: those found, by what makes regions alike.
         succeeded: whether all that regions pass on are numbers, what they got, and tensors with a
-            memory of their own.
+            memory of their own, and no two inputs of a region share theirs.
     """
 
     def __init__(self, module: GraphModule, examples: Sequence[Any], mode: FakeTensorMode) -> None:
@@ -94,9 +94,12 @@ class _Search:
         given = [self._stand_ins[node] for node in region.inputs]
         numbering = Numbering(self._mode)
         shapes = tuple(_described(value, numbering) for value in given)
-        memories = [_memory(self.values[node]) or node for node in region.inputs]
-        shared = tuple(memories.index(memory) for memory in memories)
-        key = structure(region.module.graph), shapes, shared, numbering.ranges()
+        tensors = [x for node in region.inputs if isinstance(x := self.values[node], Tensor)]
+        if len(set(map(storage_key, tensors))) < len(tensors):
+            # Inductor's caches do not tell such regions from others.
+            self.succeeded = False
+        offsets = tuple(str(x.storage_offset()) for x in tensors)
+        key = structure(region.module.graph), shapes, offsets, numbering.ranges()
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = self._run(region, given, numbering)
@@ -116,7 +119,8 @@ class _Search:
         numbers = {id(x): number for number, x in enumerate(given) if isinstance(x, Tensor)}
         passed = [numbers.get(id(x)) for x in results]
         new = [x for x in results if isinstance(x, Tensor) and id(x) not in numbers]
-        memories = {_memory(x) for x in new} - {_memory(x) for x in given}
+        known = {storage_key(x) for x in given if isinstance(x, Tensor)}
+        memories = set(map(storage_key, new)) - known
         if len(memories) < len(new) or not all(map(_is_passed, results)):
             self.succeeded = False
         return _Kind(numbering, results, passed)
@@ -134,10 +138,6 @@ class _Search:
 def _is_passed(value: Any) -> bool:
     plain = isinstance(value, Tensor) and value.layout == torch.strided and not is_subclass(value)
     return plain or isinstance(value, int | torch.SymInt)
-
-
-def _memory(value: Any) -> int | None:
-    return storage_key(value) if isinstance(value, Tensor) else None
 
 
 def _described(value: Any, numbering: Numbering) -> object:
