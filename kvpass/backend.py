@@ -239,7 +239,9 @@ def compile_inner(
         capture = report.capture_obstacle is None
         tag, direct = lowering.cache_tag(), lowering.direct_ops()
         with inductor(mode, tag, capture, direct) as compile_one:
-            callee, report.regions = compile_regions(module, examples, compile_one)
+            compiled = compile_regions(module, examples, compile_one)
+        # Kernels are there from here on.
+        callee, report.regions = compiled
         return callee
     except Exception as error:
         problem = cpp_problem(error)
