@@ -253,7 +253,9 @@ def test_damaged_files_leave(read: Any, tmp_path: Path) -> None:
         assert stored(store, read, 0) or stored(store, read, 1)
 
 
-def test_what_a_store_does_not_serve(read: Any, tmp_path: Path) -> None:
+def test_what_a_store_does_not_serve(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, text, store = read[0], prompt(1, 80), eager(tmp_path)
     with store.use(model):
         for given, sentence in (
@@ -268,10 +270,10 @@ def test_what_a_store_does_not_serve(read: Any, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="is not supported; allowed: a whole number"):
             PrefixStore(tmp_path, **options)
     (tmp_path / "file").touch()
-    # A long path is cut.
-    sentence = r"The folder '.*(file'|\.\.\.) cannot be used: Not a directory."
-    with pytest.raises(OptionError, match=sentence):
-        PrefixStore(tmp_path / "file")
+    # The sentence cuts long paths.
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r"The folder '.*file' cannot be used: Not a directory."):
+        PrefixStore(Path("file"))
     batch = prompt(2, 80)
     for call in (store.find, store.prefill):
         with pytest.raises(OptionError, match=r"tokens=\(2, 80\) .*: those of one sequence"):
