@@ -12,6 +12,8 @@ from torch._ops import OpOverload
 
 from kvpass._torch_cpp import batched_kernels, call_directly, trusted_vectors
 
+# What compiles a graph for examples of its arguments.
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _CUDA_GRAPHS = "triton.cudagraphs"
 
 
@@ -30,7 +32,7 @@ def wants_cuda_graphs(mode: str | None) -> bool:
 @contextmanager
 def inductor(
     mode: str | None, tag: str, capture: bool = True, direct: Iterable[OpOverload] = ()
-) -> Iterator[Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]]:
+) -> Iterator[Compile]:
     """Gives what compiles a graph, which has ops that tracing replaces by their kernels, for its
     examples. What it returns can be called when the context is left.
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass._torch import FakeTensorMode, compiling_mode, is_subclass, storage_key, tree_leaves
+from kvpass._torch_inductor import Compile
 from kvpass._torch_sizes import Numbering, shape_symbols, symbols_of
-from kvpass.graph.regions import Region, find_regions, structure
+from kvpass.graph.regions import Region, find_regions
 
-Compile = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 # A region more costs about as much as a layer.
 _LEAST_SAVED = 2
 
@@ -49,8 +49,8 @@ def compile_regions(
         The callable, how many regions it consists of, and how many were compiled.
     """
     mode = compiling_mode()
-    regions = find_regions(module) if mode is not None and _may_be_cut(examples) else []
-    structures = {structure(region.module.graph) for region in regions}
+    regions = find_regions(module) if mode is not None and _are_plain(examples) else []
+    structures = {region.structure for region in regions}
     if mode is not None and len(regions) - len(structures) >= _LEAST_SAVED:
         search = _Search(module, examples, mode)
         found = [(region, *search.kind(region)) for region in regions]
@@ -61,13 +61,16 @@ def compile_regions(
     return compile_one(module, list(examples)), (1, 1)
 
 
-def _may_be_cut(examples: Sequence[Any]) -> bool:
+def _are_plain(examples: Sequence[Any]) -> bool:
     """Whether all tensors are dense ones on the CPU, and none is to be differentiated. (Nobody has
     measured what cuts do on a GPU.)"""
     tensors = [x for x in examples if isinstance(x, Tensor)]
-    return all(
-        x.device.type == "cpu" and x.layout == torch.strided and not is_subclass(x) for x in tensors
-    ) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not differentiated and all(x.device.type == "cpu" and _is_dense(x) for x in tensors)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not is_subclass(tensor)
 
 
 class _Search:
@@ -99,7 +102,7 @@ class _Search:
             # Inductor's caches do not tell such regions from others.
             self.succeeded = False
         offsets = tuple(str(x.storage_offset()) for x in tensors)
-        key = structure(region.module.graph), shapes, offsets, numbering.ranges()
+        key = region.structure, shapes, offsets, numbering.ranges()
         kind = self.kinds.get(key)
         if kind is None:
             kind = self.kinds[key] = self._run(region, given, numbering)
@@ -136,8 +139,7 @@ class _Search:
 
 
 def _is_passed(value: Any) -> bool:
-    plain = isinstance(value, Tensor) and value.layout == torch.strided and not is_subclass(value)
-    return plain or isinstance(value, int | torch.SymInt)
+    return _is_dense(value) if isinstance(value, Tensor) else isinstance(value, int | torch.SymInt)
 
 
 def _described(value: Any, numbering: Numbering) -> object:
@@ -173,36 +175,32 @@ def _chain(
 ) -> Callable[..., list[Any]]:
     """What calls the regions one after the other, and forgets what is not read any more."""
     arguments = list(module.graph.find_nodes(op="placeholder"))
+    results = tree_leaves(module.graph.output_node().args)
     passed = [node for region in regions for node in region.outputs]
     slots = {node: slot for slot, node in enumerate((*arguments, *passed))}
-    results = tree_leaves(module.graph.output_node().args)
-    constants = [x for x in results if not isinstance(x, Node)]
-    numbers = iter(range(len(slots), len(slots) + len(constants)))
-    returned = [slots[x] if isinstance(x, Node) else next(numbers) for x in results]
-    last = {slots[node]: step for step, region in enumerate(regions) for node in region.inputs}
-    more = [*[None] * len(passed), *constants]
+    last = {node: step for step, region in enumerate(regions) for node in region.inputs}
+    kept = {*arguments, *module.graph.output_node().all_input_nodes}
     steps = [
         (
-            functions[step],
+            function,
             [slots[node] for node in region.inputs],
             [slots[node] for node in region.outputs],
-            [
-                slot
-                for slot, reader in last.items()
-                if reader == step and slot >= len(arguments) and slot not in returned
-            ],
+            [slots[node] for node in region.inputs if last[node] == step and node not in kept],
         )
-        for step, region in enumerate(regions)
+        for step, (region, function) in enumerate(zip(regions, functions, strict=True))
     ]
+    # A result of the graph may be a number.
+    returned = [(slots[x], None) if isinstance(x, Node) else (None, x) for x in results]
+    room = [None] * len(passed)
 
     def call(*args: Any) -> list[Any]:
-        values = [*args, *more]
+        values = [*args, *room]
         for function, reads, writes, dead in steps:
             given = [values[slot] for slot in reads]
             for slot in dead:
                 values[slot] = None
             for slot, result in zip(writes, function(*given), strict=True):
                 values[slot] = result
-        return [values[slot] for slot in returned]
+        return [number if slot is None else values[slot] for slot, number in returned]
 
     return call

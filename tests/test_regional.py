@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import kvpass
 from kvpass import explain, recipe
-from kvpass._torch_inductor import inductor
+from kvpass._torch_inductor import Compile, inductor
 from kvpass._torch_sizes import Numbering, symbolic_mode, symbolic_size
-from kvpass.regional import Compile, compile_regions
+from kvpass.regional import compile_regions
 from tests.harness import compiled, run_steps
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_CODE_FLIP
@@ -167,6 +167,46 @@ def test_what_is_written_in_one_region_is_seen_in_the_next() -> None:
     torch.testing.assert_close(got, wanted)
     assert found == [(7, 3)]
     assert states[0].tolist() == states[1].tolist() == [7.0] * 4
+
+
+def keeps_one(model: Layers, x: Tensor, state: Tensor) -> Tensor:
+    kept = state
+    for number, layer in enumerate(model.layers):
+        inner = x.tanh()
+        x = x + layer.linear(inner)
+        kept = inner if number == 3 else kept
+    return x + kept
+
+
+def test_what_is_read_later_makes_another_kind() -> None:
+    model, x, state = Layers(["plain"] * 7), torch.randn(3, 4), torch.ones(4)
+    with torch.no_grad():
+        callee, found = cut(keeps_one)
+        torch.testing.assert_close(callee(model, x, state), keeps_one(model, x, state))
+    assert found == [(8, 4)]
+
+
+def test_a_number_among_the_results_stays_there() -> None:
+    found = []
+
+    def backend(module: Any, examples: Any) -> Any:
+        output = module.graph.output_node()
+        output.args = ((*output.args[0], 7),)
+        function, regions = compile_regions(module, examples, lambda graph, _: graph)
+
+        def call(*args: Tensor) -> list[Tensor]:
+            *results, number = function(*args)
+            found.append((number, regions))
+            return results
+
+        return call
+
+    model, x = Layers(["plain"] * 6), torch.randn(3, 4)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(model, backend=backend)(x, torch.ones(4))
+        torch.testing.assert_close(got, model(x, torch.ones(4)))
+    assert found == [(7, (7, 3))]
 
 
 def passes_itself_beside(model: Layers, x: Tensor, state: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from kvpass._torch_gpu import (
     simulated_gpu,
     stand_in,
 )
+from kvpass._torch_inductor import Compile
 from kvpass.bench.models import Shape
 from kvpass.bench.plans import layer_plan
 from kvpass.bench.report import Section
@@ -46,7 +47,6 @@ from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
 from kvpass.plan import Plan
 from kvpass.recipes import written_recipe
-from kvpass.regional import Compile
 from kvpass.runtime import PackedCallable
 
 # Heads of an 8B Llama, and fewer of them.

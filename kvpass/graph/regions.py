@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from torch.fx import Graph, GraphModule, Node
@@ -27,19 +28,45 @@ _BEGINS = re.compile(r"_enter_|_increment_nesting$|_disable$")
 _ENDS = re.compile(r"_exit_|_decrement_nesting$|_enable$")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """A part of a graph.
 
     Attributes:
-        module: that part as a graph of its own; it returns a list.
-        inputs: nodes of the whole graph that it reads, in the order of its placeholders.
-        outputs: nodes that others read, in the order of its results.
+        whole: the graph.
+        nodes: those of the part, in their order.
+        inputs: further nodes that they read.
+        outputs: those that others read.
     """
 
-    module: GraphModule
+    whole: GraphModule
+    nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
+
+    @cached_property
+    def structure(self) -> tuple[object, ...]:
+        """Equal for regions that call the same on their inputs and on each other's results."""
+        names = {node: ("node", n) for n, node in enumerate((*self.inputs, *self.nodes))}
+        calls = [
+            (node.op, node.target, repr(map_arg((node.args, node.kwargs), names.__getitem__)))
+            for node in self.nodes
+        ]
+        return len(self.inputs), *calls, *(names[node] for node in self.outputs)
+
+    @cached_property
+    def module(self) -> GraphModule:
+        """This part as a graph of its own, from the inputs to a list of the outputs."""
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        for node in self.inputs:
+            copies[node] = graph.placeholder(node.name)
+            # Inductor's caches ask what methods are of.
+            copies[node].meta["example_value"] = node.meta.get("example_value")
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output([copies[node] for node in self.outputs])
+        return GraphModule(self.whole, graph)
 
 
 def find_regions(module: GraphModule) -> list[Region]:
@@ -79,29 +106,9 @@ def _may_be_cut(nodes: Sequence[Node], graph: Graph) -> bool:
     )
 
 
-def _region(module: GraphModule, body: Sequence[Node]) -> Region:
-    inside = set(body)
-    read = [argument for node in body for argument in node.all_input_nodes]
+def _region(whole: GraphModule, nodes: Sequence[Node]) -> Region:
+    inside = set(nodes)
+    read = [argument for node in nodes for argument in node.all_input_nodes]
     inputs = tuple(dict.fromkeys(node for node in read if node not in inside))
-    outputs = tuple(node for node in body if not inside.issuperset(node.users))
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        # Inductor's caches ask what methods are of.
-        copies[node].meta["example_value"] = node.meta.get("example_value")
-    for node in body:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output([copies[node] for node in outputs])
-    return Region(GraphModule(module, graph), inputs, outputs)
-
-
-def structure(graph: Graph) -> tuple[object, ...]:
-    """Equal for graphs that call the same on what they read and on each other's results."""
-    numbers = {node: ("node", number) for number, node in enumerate(graph.nodes)}
-    return tuple(
-        # A placeholder's target is its name.
-        (node.op, None if node.op == "placeholder" else node.target, repr(arguments))
-        for node in graph.nodes
-        for arguments in [map_arg((node.args, node.kwargs), numbers.__getitem__)]
-    )
+    outputs = tuple(node for node in nodes if not inside.issuperset(node.users))
+    return Region(whole, tuple(nodes), inputs, outputs)
