@@ -28,6 +28,9 @@ from kvpass.format.dtypes import dtype_name
 
 COPY_NAME = "a copy of the weights' bytes"
 _WARM_UP = 3
+# A step follows a step: the first of a turn reads what the contender before has pushed out of the
+# processor's caches, code included (a millisecond, measured).
+_LEAD = 1
 # Threads of llama.cpp spin for 8 ms behind a step (measured), on cores that others need.
 _PAUSE_S = 0.02
 # Plain caches that are alive at once: three contenders and the reference.
@@ -45,12 +48,13 @@ def bench_decode(
 ) -> list[Result]:
     """Times decode steps of a model with random weights, with packed and with plain caches.
 
-    A repetition decodes one token per sequence and keeps it, so contexts grow by ``rounds``.
+    A step decodes one token per sequence and keeps it, so contexts grow. Contenders take turns of
+    two steps, of which the second is timed.
 
     Args:
         setting: the model and its context.
         recipes: names of recipes.
-        rounds: timed steps of each contender.
+        rounds: turns, that is timed steps, of each contender.
         go_on: a recipe that fails becomes a result with a ``problem``.
         peers: names of other runtimes to be measured as well. They compute the prompt themselves.
 
@@ -73,7 +77,7 @@ def bench_decode(
     torch.compiler.reset()
     model = random_model(setting.config, setting.dtype, setting.device)
     # A packed static cache takes a step more, by which it is packed.
-    room = setting.context + 2 + _WARM_UP + rounds
+    room = setting.context + 2 + _WARM_UP + rounds * (_LEAD + 1)
     contenders = []
     for name in recipes:
         make = partial(packed_contender, setting, model, name)
@@ -89,7 +93,9 @@ def bench_decode(
     with TemporaryDirectory(prefix="kvpass-peers-") as folder:
         contenders += peer_contenders(peers, setting, model, room, Path(folder))
         pause = _PAUSE_S if peers else 0.0
-        return measure(contenders, rounds, setting.device, warm_up=_WARM_UP, pause=pause)
+        return measure(
+            contenders, rounds, setting.device, warm_up=_WARM_UP, lead=_LEAD, pause=pause
+        )
 
 
 def _copy_contender(setting: Setting) -> Contender:

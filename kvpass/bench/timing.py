@@ -115,6 +115,7 @@ def measure(
     *,
     warm_up: int = 3,
     graphs: bool = False,
+    lead: int = 0,
     pause: float = 0.0,
 ) -> list[Result]:
     """Checks all contenders, then times those that are right, one call of each per round.
@@ -125,7 +126,9 @@ def measure(
         device: CUDA events time a GPU, ``timeit`` a CPU.
         warm_up: untimed calls after the checked ones.
         graphs: on a GPU, time replays of a CUDA graph of the calls: kernels without launches.
-        pause: seconds of idleness before each timed call, for threads of the call before to sleep.
+        lead: untimed calls before each timed one: what it then finds in the processor's caches is of
+            its own kind, as in a loop, not of the contender before.
+        pause: seconds of idleness before each turn, for threads of the one before to sleep.
     """
     results = [Result(c.name, c.tolerance, c.bytes_read, c.note) for c in contenders]
     timed: list[tuple[Result, Clock]] = []
@@ -141,6 +144,8 @@ def measure(
         for _ in range(rounds):
             for result, clock in timed:
                 time.sleep(pause)
+                for _ in range(lead):
+                    clock()
                 result.times_ms += (clock(),)
                 bar.update()
     return results

@@ -34,11 +34,14 @@ def test_contenders_take_turns_on_rotating_buffers():
     assert a.first_call_s > 0
 
 
-def test_a_pause_before_each_timed_call(monkeypatch):
+def test_a_pause_before_each_turn_whose_last_call_is_timed(monkeypatch):
     log = []
     monkeypatch.setattr(timing.time, "sleep", lambda seconds: log.append(seconds))
-    measure([contender("a", log), contender("b", log)], 1, CPU, warm_up=0, pause=0.5)
-    assert log == [("a", 0), ("b", 0), 0.5, ("a", 0), 0.5, ("b", 0)]
+    pair = [contender("a", log, calls=2), contender("b", log)]
+    results = measure(pair, 2, CPU, warm_up=0, lead=1, pause=0.5)
+    turns = [0.5, ("a", 0), ("a", 1), 0.5, ("b", 0), ("b", 0)]
+    assert log == [("a", 0), ("a", 1), ("b", 0), *turns, *turns]
+    assert [len(r.times_ms) for r in results] == [2, 2]
 
 
 @pytest.mark.parametrize("value", [0.6, float("nan"), float("inf")])
