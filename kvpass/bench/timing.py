@@ -126,8 +126,8 @@ def measure(
         device: CUDA events time a GPU, ``timeit`` a CPU.
         warm_up: untimed calls after the checked ones.
         graphs: on a GPU, time replays of a CUDA graph of the calls: kernels without launches.
-        lead: untimed calls before each timed one: what it then finds in the processor's caches is of
-            its own kind, as in a loop, not of the contender before.
+        lead: untimed calls before each timed one, which then finds in the processor's caches what
+            it would in a loop, not what the contender before has left there.
         pause: seconds of idleness before each turn, for threads of the one before to sleep.
     """
     results = [Result(c.name, c.tolerance, c.bytes_read, c.note) for c in contenders]

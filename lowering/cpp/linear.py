@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass._torch import is_subclass
-from kvpass._torch_cpp import multiplies_bfloat16
+from kvpass._torch_cpp import empty_cpu, multiplies_bfloat16
 from kvpass._torch_sizes import constant
 from lowering.cpp.constants import unsupported_device
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
@@ -85,7 +85,7 @@ def linear(
     """As `kvpass.ops.linear.linear`, for arguments that are supported."""
     *lead, inputs = x.shape
     outputs = weight.shape[0]
-    out = x.new_empty((*lead, outputs))
+    out = empty_cpu((*lead, outputs), x.dtype)
     threads = min(torch.get_num_threads(), 1 + weight.nbytes // _BYTES_PER_THREAD)
     tokens, x = x.numel() // inputs, x.contiguous()
     numbers = scale if scale is None else scale.contiguous()
