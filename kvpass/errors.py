@@ -14,6 +14,7 @@ from typing import TypeGuard
 from kvpass._torch import ShortenTraceback
 
 _MOST_SHOWN = 80
+_MOST_PATH = 255
 
 
 class KvpassError(ShortenTraceback, ValueError):
@@ -67,6 +68,13 @@ class GraphError(KvpassError):
 def shown(value: object) -> str:
     """``value`` as an error names it: as Python prints it, in one line cut at 80 characters."""
     return cut(repr(value), _MOST_SHOWN)
+
+
+def shown_path(path: object) -> str:
+    """A path as an error names it: in quotes, in one line of which the beginning is cut at 255
+    characters, for the end tells more."""
+    line = " ".join(str(path).split())
+    return f"'{line if len(line) <= _MOST_PATH else '...' + line[3 - _MOST_PATH :]}'"
 
 
 def cut(text: str, most: int = 200) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvpass.errors import PlanError, check_choice, cut, shown
+from kvpass.errors import PlanError, check_choice, cut, shown, shown_path
 from kvpass.fingerprint import Weights
 from kvpass.format.channels import ChannelBasis, ChannelOrder, ChannelRanges, ChannelRotation
 from kvpass.format.codec import Codec
@@ -34,8 +34,6 @@ _SAVED: dict[str, tuple[str, Any]] = {
     "value_rotation": ("value_basis", ChannelRotation),
     "key_ranges": ("key_ranges", ChannelRanges),
 }
-# Characters of a path in an error; longer ones name no file.
-_MOST_PATH = 255
 # Kinds of layers in what is printed of a plan.
 _KINDS_SHOWN = 3
 
@@ -307,7 +305,7 @@ class Plan:
         Raises:
             PlanError: if the file is missing, damaged, or of another format.
         """
-        shown_path = cut(str(path), _MOST_PATH)
+        name = shown_path(path)
         problems = (
             SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError,
             # Numbers that are infinite, and brackets in brackets, both of which JSON allows.
@@ -322,13 +320,11 @@ class Plan:
                     calibration = _calibration(header.get("calibration"))
                     return Plan(default, layers, str(header["recipe"]), calibration)
         except FileNotFoundError:
-            raise PlanError(f"Plan file '{shown_path}' does not exist.") from None
+            raise PlanError(f"Plan file {name} does not exist.") from None
         except problems as error:
             reason = cut(f"{type(error).__name__}: {error}").rstrip(".")
-            raise PlanError(f"Plan file '{shown_path}' is not a kvpass plan: {reason}.") from None
-        raise PlanError(
-            f"Plan file '{shown_path}' has format {shown(found)}; this version reads {FORMAT}."
-        )
+            raise PlanError(f"Plan file {name} is not a kvpass plan: {reason}.") from None
+        raise PlanError(f"Plan file {name} has format {shown(found)}; this version reads {FORMAT}.")
 
 
 def _layer_json(plan: LayerPlan, name: str, tensors: dict[str, Tensor]) -> dict[str, str]:

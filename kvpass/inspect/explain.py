@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvpass.errors import OptionError, shown
+from kvpass.errors import OptionError, shown_path
 from kvpass.inspect.report import GraphReport, reports
 from kvpass.tensor.dispatch import DECODES
 from kvpass.tensor.size import held_bytes, stored_bits
@@ -63,7 +63,7 @@ class Explanation:
         """
         target = Path(path)
         if target.is_dir():
-            raise OptionError(f"{shown(str(path))} is a folder; allowed: the path of a file.")
+            raise OptionError(f"{shown_path(path)} is a folder; allowed: the path of a file.")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(self.html(), encoding="utf-8")
         return target

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from kvpass.errors import CacheFileError, KvpassError, OptionError, check, cut, shown
+from kvpass.errors import CacheFileError, KvpassError, OptionError, check, cut, shown, shown_path
 from kvpass.format.dtypes import dtype_name
 from kvpass.store.compression import check_level, compressed, decompressed
 from kvpass.store.contents import Reader, Writer
@@ -181,7 +181,7 @@ def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]
         beside.replace(path)
     except (OSError, SafetensorError) as error:
         reason = cut(str(getattr(error, "strerror", None) or error)).rstrip(".")
-        raise OptionError(f"{shown(str(path))} cannot be written: {reason}.") from None
+        raise OptionError(f"{shown_path(path)} cannot be written: {reason}.") from None
     finally:
         beside.unlink(missing_ok=True)
 
@@ -193,7 +193,7 @@ def opened(path: str | Path) -> Iterator[SavedCache]:
     Raises:
         CacheFileError: if it is missing, damaged or of another format; also from within.
     """
-    name = shown(str(path))
+    name = shown_path(path)
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}

@@ -14,7 +14,7 @@ from filelock import FileLock
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
-from kvpass.errors import CacheFileError, KvpassError, OptionError, check, check_whole, shown
+from kvpass.errors import CacheFileError, KvpassError, OptionError, check, check_whole, shown_path
 from kvpass.store.cache_file import layer_kinds, opened, write_cache
 from kvpass.store.compression import check_level
 from kvpass.store.identity import Identity, needs_chunk_bits
@@ -73,7 +73,7 @@ class PrefixStore:
             self._written.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OptionError(
-                f"The folder {shown(str(folder))} cannot be used: {error.strerror}."
+                f"The folder {shown_path(folder)} cannot be used: {error.strerror}."
             ) from None
         self._index = Index(self._folder / INDEX)
         # Held while a file or the index changes; a process that is killed lets it go.
