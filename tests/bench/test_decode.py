@@ -26,8 +26,11 @@ def setting(**options):
 
 
 @pytest.mark.parametrize("fill", ["random", "prompt"])
-def test_all_contenders_are_right(fill):
+def test_all_contenders_are_right(monkeypatch, fill):
     chosen = setting(fill=fill)
+    caches = []
+    make = decoders.StaticCache
+    monkeypatch.setattr(decoders, "StaticCache", lambda **o: caches.append(make(**o)) or caches[-1])
     # A prefill has no chunk bits.
     one = "kivi-4bit" if fill == "prompt" else "rotated-4bit,key_rotation=hadamard"
     other = "skvq-k2v2,group=4" if fill == "prompt" else "cocktail"
@@ -43,6 +46,8 @@ def test_all_contenders_are_right(fill):
         assert not result.problem
         assert result.error < 1e-4
         assert len(result.times_ms) == 2
+    # A step that is checked, three to warm up, and two turns of two.
+    assert caches[-1].get_seq_length() == 300 + 1 + 3 + 4
     # What is not read of the embeddings is not copied: the vocabulary has 128 tokens.
     copied = results[-1]
     assert copied.name == COPY_NAME
