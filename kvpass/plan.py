@@ -158,7 +158,8 @@ class LayerPlan:
         """
         values = self.values.uniform
         codec = values.codec
-        if codec.identity:
+        # Some attentions have keys only; what is of no channels has no bits.
+        if codec.identity or dim == 0:
             return PLAIN
         group = math.gcd(codec.group if codec.axis == "token" else 32, dim)
         if group < 2:

@@ -43,7 +43,7 @@ RIGHT = {
     "gemma4_text": "shared keys and values, head dimension by layer",
     "llama4_text": "chunks, complex positions",
     "falcon_h1": "mamba and attention in one layer",
-    "deepseek_v3": "latent attention",
+    "mistral_large4_text": "latent attention, and keys whose values have no channels",
     "minimax": "its own cache class",
 }
 # Attention written out, with no SDPA path. (More of them: tests/test_equivalence.py.)

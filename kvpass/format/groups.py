@@ -36,14 +36,14 @@ class Groups:
 
     def heads_per_group(self, dim: int) -> int:
         """Heads that a group spans."""
-        return max(1, self.size // dim) if self.axis == "token" else 1
+        return max(1, self.size // dim) if self.axis == "token" and dim else 1
 
     def unsupported_reason(self, dim: int, heads: int | None) -> str | None:
         """Why ``heads`` (None: any number) of ``dim`` channels cannot be divided so, or None."""
         if self.axis == "channel":
             return None
         heads_per_group = self.heads_per_group(dim)
-        if max(self.size, dim) % min(self.size, dim):
+        if not dim or max(self.size, dim) % min(self.size, dim):
             return f"group {self.size} does not divide head_dim {dim}"
         if heads is not None and heads % heads_per_group:
             return (

@@ -444,6 +444,7 @@ def test_axis_is_channel_or_token():
         (Codec(2, "token", 16), 80, None),
         (Codec(8, "channel", 32), 2, None),
         (Codec(2, "token", 32), 80, "group 32 does not divide head_dim 80"),
+        (Codec(2, "token", 32), 0, "group 32 does not divide head_dim 0"),
         (Codec(2, "channel", 32), 20, "head_dim 20 at 2 bits does not fill whole 16-bit words"),
         (Codec(4, "token", 3), 6, "head_dim 6 at 4 bits does not fill whole 16-bit words"),
         (Codec(8, "token", 2), 3, "head_dim 3 at 8 bits does not fill whole 16-bit words"),

@@ -99,6 +99,7 @@ def test_groups_fit_heads_unless_they_are_given() -> None:
     layer = recipe("rotated-k4v2").layer_plan("*", 80, 80)
     assert str(layer.values.codec) == "int2.token16.fp8.clip0.8"
     assert recipe("rotated-4bit").unknown_plan("*", 48).codec.group == 16
+    assert recipe("rotated-4bit").unknown_plan("*", 0).codec.identity
     with pytest.raises(PlanError, match="group 32 does not divide head_dim 80"):
         recipe("rotated-k4v2", group=32).layer_plan("*", 80, 80)
 
