@@ -191,8 +191,7 @@ template <class A> void linear_transposed(const A& a, const float* x) {
 // Bytes of tokens that the first cache holds beside a row.
 constexpr int64_t HELD = 32768;
 
-template <class A, class X> void linear(const A& a, const X* x) {
-  if constexpr (A::TRANSPOSED) return linear_transposed(a, x);
+template <class A, class X> void linear_by_rows(const A& a, const X* x) {
   if constexpr (A::TOKENS <= TILE) {
     if (reads_in_streams()) return linear_blocks<std::min(STREAMS, LANES / A::TOKENS)>(a, x);
     const bool held = A::TOKENS * a.inputs * (int64_t)sizeof(X) <= HELD;
@@ -200,6 +199,11 @@ template <class A, class X> void linear(const A& a, const X* x) {
   }
   // Tokens that the cache does not hold are read for several rows at a time.
   linear_blocks<LANES / TILE>(a, x);
+}
+
+template <class A, class X> void linear(const A& a, const X* x) {
+  if constexpr (A::TRANSPOSED) linear_transposed(a, x);
+  else linear_by_rows(a, x);
 }
 
 template <class A> void linear(const A& a) {

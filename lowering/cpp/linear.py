@@ -29,8 +29,8 @@ _BYTES_PER_THREAD = 2**16
 
 def most_tokens(dtype: torch.dtype, transposed: bool = False) -> int:
     """The most tokens of this dtype that the kernel takes, by how weights are stored."""
-    widened = dtype == torch.bfloat16 and transposed and multiplies_bfloat16()
-    return _MOST_TRANSPOSED if widened else _MOST_TOKENS
+    left = transposed and dtype == torch.bfloat16 and multiplies_bfloat16()
+    return _MOST_TRANSPOSED if left else _MOST_TOKENS
 
 
 @cache
