@@ -3,6 +3,7 @@ import."""
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -26,8 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
     DECODES.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         yield
+    torch._dynamo.reset()
+    # What compilers keep, a million objects in the end, is not looked through by each collection.
+    gc.collect()
+    gc.freeze()

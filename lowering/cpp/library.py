@@ -35,9 +35,9 @@ from lowering.cpp.structs import (
 FOLDER = Path(__file__).parent
 _LANES = {"AVX512": 16, "AVX2": 8}
 _PLAIN_LANES = 4
-# Results must not depend on what is infinite or unseen. With lines for a debugger, compiling would
-# take a tenth longer.
-_FLAGS = ("-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-g0")
+# Results must not depend on what is infinite or unseen. With lines for a debugger, or the standard
+# headers of C++20, compiling would take a tenth longer each.
+_FLAGS = ("-fno-unsafe-math-optimizations", "-fno-finite-math-only", "-g0", "-std=c++17")
 # Products may join additions, but where what is stored must be the reference's, bit for bit.
 _CONTRACTION = {
     "attention": "-ffp-contract=fast",
