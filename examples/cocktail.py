@@ -28,11 +28,11 @@ import kvpass.backend  # makes backend="kvpass" known without installation
 from examples import one_sentence
 from examples.quickstart import SMALL_MODEL, load, recall_prompt
 from examples.small_model_data import RecallDocument, encode, recall_document
-from kvpass.bench.report import check_outputs
 from kvpass.cocktail import Bm25, ChunkBits, TokenEmbeddings, TransformersEncoder, chunk_bits
 from kvpass.cocktail.encoders import Encoder, Ranker
 from kvpass.cocktail.search import thresholds
 from kvpass.evaluate import cache_bytes, recall_accuracy
+from kvpass.report import check_outputs
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 64

@@ -20,11 +20,11 @@ import torch
 import kvpass
 from examples import one_sentence
 from examples.judging import Judge, Judged, add_arguments, line
-from kvpass.bench.report import check_outputs
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.shapes import model_shape
 from kvpass.evaluate.plots import front
 from kvpass.recipes import Auto, Kivi, Rotated, written_recipe
+from kvpass.report import check_outputs
 
 # Beside the candidates of `auto`.
 OTHERS = (

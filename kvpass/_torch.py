@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +25,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -102,6 +104,11 @@ def copy_graph_facts(old: fx.GraphModule, new: fx.GraphModule) -> None:
             setattr(new, name, getattr(old, name))
 
 
+def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """The module of a graph, whose code is generated as soon as somebody asks for it."""
+    return _LazyGraphModule(root, graph)
+
+
 def compiling_mode() -> FakeTensorMode | None:
     """The mode of the stand-ins of the compilation that goes on, if there is one with sizes that
     differ from call to call."""
@@ -145,7 +152,9 @@ def inner_example(
         else size
         for dim, size in enumerate(shape)
     ]
-    return like.new_empty(sizes, dtype=dtype)
+    # No other stand-in has these sizes: keeping them for the next one takes most of the time.
+    with patch.object(mode, "cache_enabled", False):
+        return like.new_empty(sizes, dtype=dtype)
 
 
 def derived_source(graph: fx.Graph, new: fx.Node) -> None:

@@ -18,6 +18,7 @@ from kvpass._torch import (
     copy_graph_facts,
     copy_source,
     is_traced,
+    lazy_module,
     register_backend_once,
     trace_artifact,
 )
@@ -128,7 +129,8 @@ def copy_module(gm: GraphModule) -> GraphModule:
         copy_source(old, new)
         # A weak reference to the real argument, which Dynamo drops after compilation.
         new.meta.pop("grapharg", None)
-    copied = GraphModule(gm, graph)
+    # Most copies are for reports, and nobody asks for their code.
+    copied = lazy_module(gm, graph)
     copied.meta = dict(gm.meta)
     copy_graph_facts(gm, copied)
     return copied

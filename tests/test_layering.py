@@ -97,6 +97,14 @@ def test_two_files_of_kvpass_import_lowering():
     assert users == ["kvpass/backend.py", "kvpass/cli/kernels.py"]
 
 
+def test_nothing_that_runs_models_imports_benchmarks():
+    found = imports_of("kvpass")
+    users = {f for f, names in found.items() if any(n.startswith("kvpass.bench.") for n in names)}
+    users = {file for file in users if not file.startswith(("kvpass/bench/", "kvpass/cli/"))}
+    # Its random models are made as those that are timed.
+    assert users == {"kvpass/zoo/families.py"}
+
+
 def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 

@@ -11,8 +11,8 @@ import pytest
 from transformers import DynamicCache
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from kvpass.bench.report import Section
 from kvpass.cli import main
+from kvpass.report import Section
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.zoo import run
 from kvpass.zoo.families import family_names, tiny_config, tiny_model

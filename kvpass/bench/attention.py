@@ -17,11 +17,12 @@ from kvpass.bench.contenders import (
     dense_contenders,
     packed_contender,
 )
-from kvpass.bench.device import require_memory
 from kvpass.bench.plans import check_recipe
-from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
+from kvpass.bench.report import Column, result_json, speed_ups, timing_section
 from kvpass.bench.timing import Result, copy_bandwidth, made_or_failing, measure
 from kvpass.format.dtypes import dtype_name
+from kvpass.machine import require_memory
+from kvpass.report import Section, number
 
 PEERS = (HF_NAME, ROWS_NAME, FLEX_NAME)
 

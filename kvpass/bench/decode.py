@@ -16,15 +16,16 @@ from kvpass.bench.decoders import (
     packed_static_contender,
     plain_contenders,
 )
-from kvpass.bench.device import require_memory
 from kvpass.bench.filling import Setting
 from kvpass.bench.models import model_bytes, random_model
 from kvpass.bench.peers import PEERS, check_peers, peer_contenders
 from kvpass.bench.plans import check_recipe
-from kvpass.bench.report import Column, Section, number, result_json, speed_ups, timing_section
+from kvpass.bench.report import Column, result_json, speed_ups, timing_section
 from kvpass.bench.timing import Contender, Result, made_or_failing, measure, memory_copy
 from kvpass.estimate.shapes import model_shape
 from kvpass.format.dtypes import dtype_name
+from kvpass.machine import require_memory
+from kvpass.report import Section, number
 
 COPY_NAME = "a copy of the weights' bytes"
 _WARM_UP = 3

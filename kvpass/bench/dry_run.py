@@ -37,7 +37,6 @@ from kvpass._torch_gpu import (
 from kvpass._torch_inductor import Compile
 from kvpass.bench.models import Shape
 from kvpass.bench.plans import layer_plan
-from kvpass.bench.report import Section
 from kvpass.errors import KernelError
 from kvpass.folding import Fold
 from kvpass.format import channels, groups, quantize
@@ -47,6 +46,7 @@ from kvpass.inspect.report import GraphReport, reports
 from kvpass.ops.library import NAMES, REFERENCES
 from kvpass.plan import Plan
 from kvpass.recipes import written_recipe
+from kvpass.report import Section
 from kvpass.runtime import PackedCallable
 
 # Heads of an 8B Llama, and fewer of them.

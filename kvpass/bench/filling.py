@@ -16,8 +16,8 @@ from transformers.cache_utils import QuantizedLayer
 from kvpass.bench.contenders import random_tokens
 from kvpass.bench.models import CacheShape, cache_shape, check_sizes
 from kvpass.bench.plans import handle_of, packed_states
-from kvpass.bench.timing import synchronize
 from kvpass.errors import OptionError, unknown
+from kvpass.machine import synchronize
 from kvpass.options import INNER
 from kvpass.plan import LayerPlan
 from kvpass.tensor.packed import PackedKV

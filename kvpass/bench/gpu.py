@@ -18,14 +18,14 @@ from kvpass.backend import TUNE_VARIABLE, compile_ahead, tunings
 from kvpass.bench.attention import attention_json, attention_section, bench_attention
 from kvpass.bench.contenders import Case, packed_contender
 from kvpass.bench.decode import bench_decode, decode_json, decode_section
-from kvpass.bench.device import free_memory
 from kvpass.bench.filling import Setting
 from kvpass.bench.kernel_checks import Check, check_kernels, worst
 from kvpass.bench.model_checks import FIRST, VARIANTS, ModelCase, check_model
 from kvpass.bench.models import PRESETS
-from kvpass.bench.report import write_json
 from kvpass.bench.timing import Result
 from kvpass.errors import OptionError, unknown
+from kvpass.machine import free_memory
+from kvpass.report import write_json
 
 _RECIPES = ("kivi-4bit", "kivi-2bit")
 _CALIBRATED = ("kvquant-nuq3-1%", "kvquant-nuq2")

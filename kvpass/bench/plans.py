@@ -22,6 +22,7 @@ from kvpass.calibration.samples import (
     Stored,
 )
 from kvpass.cocktail import ChunkBits, use
+from kvpass.cocktail.shares import segment_tokens
 from kvpass.format.channels import ChannelBasis
 from kvpass.format.chunked_plan import ChunkedPlan
 from kvpass.format.rope import Rope
@@ -36,9 +37,6 @@ from kvpass.tensor.packed import PackedKV
 # Tokens that a calibrated recipe sees.
 _TOKENS = 1024
 _THETA = 10000.0
-# The shares of Cocktail's chunks in the fewest bits, and exact, as its search finds them in the
-# documents of examples/cocktail.py; other numbers of bits share the rest.
-FEWEST, EXACT = 0.88, 0.035
 
 
 @dataclass(frozen=True)
@@ -117,15 +115,6 @@ def packed_states(
         cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(keys.dtype).unsqueeze(0)
         k.append(torch.ops.kvpass.pack_cos_sin(cos_sin, str(plan.keys)))
     return k, torch.ops.kvpass.pack(values, str(plan.values))
-
-
-def segment_tokens(plan: ChunkedPlan, tokens: int) -> list[int]:
-    """The tokens of a prompt in each segment: of its chunks most in the fewest bits, few exact.
-    What does not come to a whole chunk is exact."""
-    between = len(plan.chunk_codecs) - 1
-    shares = [FEWEST, *[(1 - FEWEST - EXACT) / max(between, 1)] * between]
-    packed = [int(share * (tokens // plan.chunk)) * plan.chunk for share in shares]
-    return [*packed, tokens - sum(packed)]
 
 
 def random_bits(plan: ChunkedPlan, batch: int, tokens: int) -> ChunkBits:

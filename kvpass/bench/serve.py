@@ -16,12 +16,12 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from kvpass.bench.models import CacheShape, layer_sizes
-from kvpass.bench.report import Section, number
 from kvpass.errors import OptionError, check
 from kvpass.options import ready_planner
 from kvpass.oracle import oracle_cache
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe
+from kvpass.report import Section, number
 from kvpass.serving.manager import default_page_size
 from kvpass.serving.pages import BlockPages
 from kvpass.serving.serve import check_version, serve_packed

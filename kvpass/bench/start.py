@@ -22,10 +22,10 @@ import torch
 
 import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without installation)
 from kvpass._torch import compile_seconds
-from kvpass.bench.report import Section, number
 from kvpass.errors import cut
 from kvpass.inspect.report import reports
 from kvpass.options import ready_planner
+from kvpass.report import Section, number
 
 EAGER, COMPILE = "eager", "torch.compile"
 # The folders for compiled code.

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kvpass.machine import synchronize
+
 Call = Callable[[], Tensor]
 Clock = Callable[[], float]
 # Calls of one CUDA graph: enough to hide what a replay costs beside the kernels.
@@ -228,12 +230,6 @@ def _event_clock(call: Callable[[], object], count: int) -> Clock:
         return float(start.elapsed_time(end)) / count
 
     return clock
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -82,7 +82,7 @@ def attention(
     """Times one decode step's attention, packed and dense."""
     from kvpass.bench.attention import attention_json, attention_section, bench_attention
     from kvpass.bench.contenders import Case
-    from kvpass.bench.report import check_outputs, plot_lines
+    from kvpass.report import check_outputs, plot_lines
 
     check_outputs(json, plot)
     device, dtype = _device_and_dtype(**where)
@@ -140,7 +140,7 @@ def decode(
     from kvpass.bench.decode import bench_decode, decode_json, decode_section
     from kvpass.bench.filling import Setting
     from kvpass.bench.models import written_config
-    from kvpass.bench.report import check_outputs, plot_bars
+    from kvpass.report import check_outputs, plot_bars
 
     check_outputs(json, plot)
     device, dtype = _device_and_dtype(**where)
@@ -169,10 +169,10 @@ def start(model: str, prompt: int, recipes: list[str], json: str | None, **where
     an earlier one left: the plain model, torch.compile and recipes."""
     from dataclasses import asdict
 
-    from kvpass.bench.report import check_outputs, write_json
     from kvpass.bench.start import StartSetting, bench_start, start_section
     from kvpass.format.dtypes import dtype_name
     from kvpass.options import ready_planner
+    from kvpass.report import check_outputs, write_json
 
     check_outputs(json)
     device, dtype = _device_and_dtype(**where)
@@ -216,10 +216,10 @@ def serve(
     """Serves the same requests from packed pools and from transformers' own, which has the same
     bytes: requests per second, seconds to the first token, and the time between tokens as a line
     over the tokens of all requests."""
-    from kvpass.bench.report import check_outputs
     from kvpass.bench.serve import ServeSetting, bench_serve, serve_json, serve_section
     from kvpass.cli.models import load_or_make_model
     from kvpass.format.dtypes import dtype_name
+    from kvpass.report import check_outputs
 
     check_outputs(json)
     device, dtype = _device_and_dtype(**where)
@@ -231,7 +231,7 @@ def serve(
 
 def _report(command: str, sections: Iterable[object], json: str | None, rows: list[Row]) -> int:
     """Prints the tables and writes the file; the exit code."""
-    from kvpass.bench.report import write_json
+    from kvpass.report import write_json
 
     for number, section in enumerate(sections):
         if number:
@@ -271,13 +271,13 @@ def gpu(
     --dry-run, what a model becomes there is compiled and said, which needs no GPU; the options
     behind --dry-run belong to it.
     """
-    from kvpass.bench.report import check_outputs
+    from kvpass.report import check_outputs
 
     check_outputs(json)
     if dry_run:
         return run_dry(json, **dry)
-    from kvpass.bench.device import pick_device
     from kvpass.bench.gpu import PARTS, bench_gpu
+    from kvpass.machine import pick_device
 
     path = json or "kvpass_gpu.json"
     return int(not bench_gpu(pick_device(device), path, minutes, parts or PARTS))
@@ -287,7 +287,7 @@ def _device_and_dtype(device: str | None, dtype: str | None, threads: int | None
     """Where and in what the options compute, the threads being set."""
     import torch
 
-    from kvpass.bench.device import pick_device
+    from kvpass.machine import pick_device
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -82,10 +82,10 @@ def profile(
     """Prints how much the loss of MODEL depends on the weights that make keys and values, layer by
     layer (KVmix): the more, the more bits they deserve.
     """
-    from kvpass.bench.report import check_outputs, plot_bars, write_json
     from kvpass.calibration.importance import means, rank_correlations
     from kvpass.calibration.samples import STORED
     from kvpass.calibration.scores import by_layer, importance_of_texts
+    from kvpass.report import check_outputs, plot_bars, write_json
 
     check_outputs(json, plot)
     check_texts(texts)

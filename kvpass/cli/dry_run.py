@@ -33,8 +33,8 @@ def run_dry(
 
     from kvpass.bench.dry_run import HEAD_DIM, Route, dry_run, dry_run_json, dry_run_section
     from kvpass.bench.plans import check_recipe
-    from kvpass.bench.report import write_json
     from kvpass.errors import KvpassError, cut
+    from kvpass.report import write_json
 
     for recipe in recipes:
         check_recipe(recipe, HEAD_DIM)

@@ -56,10 +56,10 @@ def estimate(
     import torch
 
     from kvpass.bench.models import written_config
-    from kvpass.bench.report import check_outputs, write_json
     from kvpass.estimate.estimate import Setting
     from kvpass.estimate.estimate import estimate as predict
     from kvpass.estimate.report import estimate_json, estimate_section
+    from kvpass.report import check_outputs, write_json
 
     check_outputs(json)
     setting = Setting(

@@ -60,10 +60,10 @@ def evaluate(
     Standard errors say which recipes tie. Called again, it goes on where it stopped. --recipes all
     takes every recipe. Exits with 1 if a recipe failed.
     """
-    from kvpass.bench.report import check_outputs
     from kvpass.errors import OptionError
     from kvpass.evaluate import Settings, sections, write_report
     from kvpass.evaluate import evaluate as judge
+    from kvpass.report import check_outputs
 
     asked = {name: settings.pop(name) for name in HARNESS}
     harness = asked["lm_eval"] is not None

@@ -41,8 +41,8 @@ def explain(
     Hugging Face hub; or, with random weights, a config.json or a preset such as llama-3.1-8b.
     """
     import kvpass
-    from kvpass.bench.report import check_outputs, write_json
     from kvpass.options import ready_planner
+    from kvpass.report import check_outputs, write_json
 
     for path in (html, json):
         check_outputs(path)

@@ -61,9 +61,9 @@ def load_or_make_model(text: str, dtype: str, device: str) -> Any:
     """
     import torch
 
-    from kvpass.bench.device import pick_device
     from kvpass.bench.models import PRESETS, random_model, written_config
     from kvpass.estimate.shapes import model_shape
+    from kvpass.machine import pick_device
 
     if not text.endswith(".json") and text.split(",")[0] not in PRESETS:
         return load_model(text, dtype, device)[0]

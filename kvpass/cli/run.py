@@ -97,8 +97,8 @@ def _chat(talk: Conversation, console: Console) -> None:
 def _command(talk: Conversation, name: str = "", argument: str = "") -> str:
     """Does what a line with a slash says; what to print."""
     from kvpass import explain
-    from kvpass.bench.report import write_text
     from kvpass.options import ready_planner
+    from kvpass.report import write_text
 
     if name == "recipe" and argument:
         talk.use(ready_planner(argument))

@@ -35,7 +35,7 @@ def zoo(
     a prompt and decode steps through kvpass, and compares its logits with the plain model (recipe
     fp) or with the oracle. Exits with 1 if any of them is wrong.
     """
-    from kvpass.bench.report import check_outputs, write_json, write_text
+    from kvpass.report import check_outputs, write_json, write_text
     from kvpass.zoo import table
     from kvpass.zoo.families import check_families, family_names
     from kvpass.zoo.pool import run_families

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvpass.bench.plans import segment_tokens
+from kvpass.cocktail.shares import segment_tokens
 from kvpass.errors import PlanError
 from kvpass.estimate.shapes import LayerShape, ModelShape
 from kvpass.format.chunked_plan import ChunkedPlan

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvpass.bench.plans import EXACT, FEWEST
+from kvpass.cocktail.shares import EXACT, FEWEST
 from kvpass.errors import PlanError, check, check_choice, check_whole, is_number
 from kvpass.estimate.cache import ModelCache
 from kvpass.estimate.devices import Device

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvpass.bench.report import Section, number
 from kvpass.estimate.estimate import Estimate, Setting
 from kvpass.format.dtypes import dtype_name
+from kvpass.report import Section, number
 
 _HEADER = (
     "cache", "GB held", "bits/element", "GB read/step", "ms/step", "tokens/s",

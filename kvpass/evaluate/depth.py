@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.bench.device import free_memory
 from kvpass.errors import OptionError
 from kvpass.evaluate.quality import cache_size, predictions
 from kvpass.evaluate.settings import Settings
+from kvpass.machine import free_memory
 
 # What is added up for each text and bucket: tokens, negative log-likelihood and divergence in
 # nats, and how many of the most likely tokens are the same.

@@ -15,7 +15,6 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from kvpass._torch import is_compiled
-from kvpass.bench.device import machine
 from kvpass.errors import OptionError, cut, shown
 from kvpass.evaluate.packed_lm import PackedLM
 from kvpass.evaluate.runner import (
@@ -30,6 +29,7 @@ from kvpass.evaluate.settings import Settings
 from kvpass.evaluate.store import Record, Store
 from kvpass.evaluate.texts import split_texts
 from kvpass.fingerprint import fingerprint
+from kvpass.machine import machine
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from kvpass.bench.device import machine
-from kvpass.bench.report import Section, write_text
 from kvpass.errors import is_number
 from kvpass.evaluate.estimates import Estimate, estimate
 from kvpass.evaluate.runner import PLAIN
 from kvpass.evaluate.store import Record
+from kvpass.machine import machine
+from kvpass.report import Section, write_text
 
 # What RULER writes for a document of another length than the metric's.
 _NOT_MEASURED = -1

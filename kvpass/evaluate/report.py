@@ -9,11 +9,11 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
-from kvpass.bench.device import machine
-from kvpass.bench.report import Section, check_outputs, write_text
 from kvpass.errors import OptionError
 from kvpass.evaluate.results import Results
 from kvpass.evaluate.runner import PLAIN, Evaluation
+from kvpass.machine import machine
+from kvpass.report import Section, check_outputs, write_text
 
 _ERRORS = "±: a standard error over texts; ?: there is only one"
 

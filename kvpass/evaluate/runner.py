@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 
 import kvpass.backend  # noqa: F401  (makes backend="kvpass" known without installation)
 from kvpass._torch import is_compiled
-from kvpass.bench.device import machine
 from kvpass.calibration.calibrate import calibrate
 from kvpass.cocktail import TokenEmbeddings, use
 from kvpass.errors import OptionError, cut, shown
@@ -31,6 +30,7 @@ from kvpass.evaluate.settings import Settings
 from kvpass.evaluate.store import Record, Store
 from kvpass.evaluate.texts import split_texts
 from kvpass.fingerprint import fingerprint
+from kvpass.machine import machine
 from kvpass.options import written_planner
 from kvpass.plan import Plan
 from kvpass.recipes import Recipe

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from kvpass._torch import compile_seconds
-from kvpass.bench.timing import synchronize
+from kvpass.machine import synchronize
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from kvpass.bench.report import Section
+from kvpass.report import Section
 from kvpass.zoo.outcome import Outcome
 
 # Worst first. A cell of the table is about the worst of its recipes.

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvpass.bench import timing
-from kvpass.bench.report import Section, number, timing_cells
+from kvpass.bench.report import timing_cells
 from kvpass.bench.timing import Contender, measure
+from kvpass.report import Section, number
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The machine that is measured: its names, its last-level cache, and refusals of what it lacks."""
+"""The machine: its names, its devices, their caches and memory, and refusals of what it lacks."""
 
 from __future__ import annotations
 
@@ -69,6 +69,12 @@ def require_memory(needed: int, device: torch.device, what: str) -> None:
             f"{what} needs about {needed / 2**30:,.1f} GiB on {device}, where "
             f"{free / 2**30:,.1f} GiB are free; ask for fewer tokens or a smaller batch."
         )
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def machine() -> dict[str, Any]:
