@@ -8,7 +8,6 @@ import torch
 from kvpass.bench import timing
 from kvpass.bench.report import timing_cells
 from kvpass.bench.timing import Contender, measure
-from kvpass.report import Section, number
 
 CPU = torch.device("cpu")
 
@@ -73,9 +72,3 @@ def test_a_peer_that_cannot_run_says_why():
     peer.required = True
     with pytest.raises(RuntimeError, match="no kernel"):
         measure([peer], 1, CPU)
-
-
-def test_table():
-    section = Section("t", ["name", "ms", "x"], [["a", "10", "2"], ["bb", "not run: sorry"]], ["n"])
-    assert str(section) == "t\nname  ms  x\na     10  2\nbb    not run: sorry\n  n"
-    assert [number(x) for x in (1234.5, 12.34, 1.234, 0.1234)] == ["1234", "12.3", "1.23", "0.123"]
