@@ -115,6 +115,7 @@ _GENERATED = (
     _cpp("pack", cpp_pack.pack, cpp_pack.unsupported_reason),
     _cpp("unpack", cpp_unpack.unpack, cpp_unpack.unsupported_reason),
     _cpp("linear", cpp_linear.linear, cpp_linear.unsupported_reason),
+    _cpp("linears", cpp_linear.linears, cpp_linear.unsupported_linears),
     _cpp("attention_partial", cpp_attention.attention_partial, cpp_attention.unsupported_partial),
     _cpp("append_shard", cpp_shard.append_shard, cpp_shard.unsupported_append),
     _cpp("pack_shard", cpp_shard.pack_shard, cpp_shard.unsupported_pack),

@@ -1,6 +1,10 @@
-"""``kvpass::linear``: a linear layer of so few tokens that it is bound by reading the weight."""
+"""``kvpass::linear`` and ``kvpass::linears``: linear layers of so few tokens that they are bound by
+reading their weights."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,6 +12,9 @@ from torch import Tensor
 from kvpass.ops.library import define
 
 SCHEMA = "linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None) -> Tensor"
+LINEARS_SCHEMA = (
+    "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor?[] scales) -> Tensor[]"
+)
 
 
 def linear(
@@ -37,4 +44,26 @@ def linear_fake(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Reference of ``kvpass::linears``: `linear` of the same tokens for each weight, with its bias
+    and scale."""
+    return list(map(partial(linear, x), weights, biases, scales))
+
+
+def linears_fake(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Shapes of `linears`."""
+    return [linear_fake(x, weight) for weight in weights]
+
+
 define(SCHEMA, linear, linear_fake)
+define(LINEARS_SCHEMA, linears, linears_fake)

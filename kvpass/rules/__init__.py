@@ -17,6 +17,7 @@ from kvpass.rules.few_token_linear import FewTokenLinear
 from kvpass.rules.fuse_append_attention import FuseAppendAttention
 from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.fuse_rope_append import FuseRopeAppend
+from kvpass.rules.join_linears import JoinLinears
 from kvpass.rules.mask_to_bounds import MaskToBounds
 from kvpass.rules.position_on_device import PositionOnDevice
 from kvpass.rules.quantize_cache import QuantizeCache
@@ -45,7 +46,12 @@ RULES: list[Rule] = [
 # Whatever other rules there are, these leave no packed tensor to who cannot read it.
 DECODING: list[Rule] = [DecodeReader(), ReadSize()]
 # Tried on the bound graph.
-BOUND_RULES: list[Rule] = [RotateBefore(), FuseAppendAttention(), FewTokenLinear()]
+BOUND_RULES: list[Rule] = [
+    RotateBefore(),
+    FuseAppendAttention(),
+    FewTokenLinear(),
+    JoinLinears(),
+]
 
 
 def register_rule(cls: type[Rule]) -> type[Rule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,6 +85,9 @@ def _scales_rows(weight: Any) -> bool:
 
 
 def _attribute(x: Node, name: str) -> Node:
-    node = x.graph.call_function(getattr, (x, name))
+    first = x.graph.find_nodes(op="placeholder")[-1].next
+    # As early as can be: other layers may want it before this one.
+    with x.graph.inserting_before(first) if x.op == "placeholder" else nullcontext():
+        node = x.graph.call_function(getattr, (x, name))
     node.meta["example_value"] = getattr(x.meta["example_value"], name)
     return node

@@ -1,5 +1,5 @@
-// A linear layer of few tokens: see kvpass/ops/linear.py. Memory is what it waits for: the weight is
-// read once, for all tokens, row by row; a row has the numbers of an output, or of an input.
+// Linear layers of few tokens, all of the same: see kvpass/ops/linear.py. Memory is what they wait for:
+// a weight is read once, for all tokens, row by row; a row has the numbers of an output, or of an input.
 #pragma once
 #include "lanes.h"
 #include "numbers.h"
@@ -80,16 +80,16 @@ using Products = std::conditional_t<
     std::is_same_v<typename A::Element, BFloat16> && !A::TRANSPOSED,
     BFloat16Products<typename A::Weight>, FloatProducts>;
 
-// Outputs first ... first + ROWS of TOKENS tokens from token `from` on; those from a.outputs on are
-// not there. Few have several sums each, which hide how long an addition takes.
-template <int ROWS, int TOKENS, class A, class X>
-void linear_rows(const A& a, const X* tokens, int64_t first, int from) {
+// Outputs first ... first + ROWS of a layer, of TOKENS tokens from token `from` on; those from
+// layer.outputs on are not there. Few have several sums each, which hide how long an addition takes.
+template <int ROWS, int TOKENS, class A, class Layer, class X>
+void linear_rows(const A& a, const Layer& layer, const X* tokens, int64_t first, int from) {
   using P = Products<A>;
   constexpr int SUMS = ROWS > 1 ? 1 : TOKENS > 1 ? 2 : 4, STEP = SUMS * P::COUNT;
   const X* x = tokens + from * a.inputs;
   const typename A::Weight* rows[ROWS];
   for (int r = 0; r < ROWS; r++)
-    rows[r] = a.weight + std::min<int64_t>(first + r, a.outputs - 1) * a.inputs;
+    rows[r] = layer.weight + std::min<int64_t>(first + r, layer.outputs - 1) * a.inputs;
   // The next rows are asked for meanwhile.
   const int64_t ahead = std::max<int64_t>(ROWS * a.inputs, PAGE / sizeof(typename A::Weight));
   Floats sums[ROWS][TOKENS][SUMS]{};
@@ -113,14 +113,14 @@ void linear_rows(const A& a, const X* tokens, int64_t first, int from) {
     });
   });
   const Floats totals = lane_sums(vectors);
-  for (int r = 0; r < std::min<int64_t>(ROWS, a.outputs - first); r++) {
+  for (int r = 0; r < std::min<int64_t>(ROWS, layer.outputs - first); r++) {
     for (int t = 0; t < TOKENS; t++) {
       float total = totals[r * TOKENS + t];
       for (int64_t j = i; j < a.inputs; j++)
         total += to_float(rows[r][j]) * to_float(x[t * a.inputs + j]);
-      if (a.scale != nullptr) total *= a.scale[first + r];
-      if (a.bias != nullptr) total += to_float(a.bias[first + r]);
-      store_numbers<1>(a.out + (from + t) * a.outputs + first + r, all(total));
+      if (layer.scale != nullptr) total *= layer.scale[first + r];
+      if (layer.bias != nullptr) total += to_float(layer.bias[first + r]);
+      store_numbers<1>(layer.out + (from + t) * layer.outputs + first + r, all(total));
     }
   }
 }
@@ -129,20 +129,30 @@ void linear_rows(const A& a, const X* tokens, int64_t first, int from) {
 // the next ones.
 constexpr int TILE = 4;
 
+// Threads share the blocks of all layers: one that is done with its own need not wait in between.
 template <int ROWS, class A, class X> void linear_blocks(const A& a, const X* x) {
   constexpr int TILES = (A::TOKENS + TILE - 1) / TILE;
+  const auto blocks = [](const auto& layer) { return (layer.outputs + ROWS - 1) / ROWS; };
+  int64_t count = 0;
+  for (int64_t i = 0; i < a.count; i++) count += blocks(a.layers[i]);
 #pragma omp parallel for num_threads(a.threads) schedule(static)
-  for (int64_t block = 0; block < (a.outputs + ROWS - 1) / ROWS; block++)
+  for (int64_t n = 0; n < count; n++) {
+    const auto* layer = a.layers;
+    int64_t block = n;
+    for (; block >= blocks(*layer); layer++) block -= blocks(*layer);
     each<0, TILES>([&](auto tile) {
       constexpr int FROM = A::TOKENS * tile / TILES, TO = A::TOKENS * (tile + 1) / TILES;
-      linear_rows<ROWS, TO - FROM>(a, x, block * ROWS, FROM);
+      linear_rows<ROWS, TO - FROM>(a, *layer, x, block * ROWS, FROM);
     });
+  }
 }
 
 // Adds rows first ... first + ROWS of a weight [inputs, outputs], columns from ... to, to sums.
-template <int ROWS, class A>
-void add_rows(const A& a, const float* x, float* sums, int64_t first, int64_t from, int64_t to) {
-  const typename A::Weight* rows = a.weight + first * a.outputs;
+template <int ROWS, class A, class Layer>
+void add_rows(
+    const A& a, const Layer& layer, const float* x, float* sums, int64_t first, int64_t from, int64_t to
+) {
+  const typename A::Weight* rows = layer.weight + first * layer.outputs;
   const int64_t width = to - from;
   // Of larger numbers Zen 5 fetches as many streams better by itself.
   const bool asks = sizeof *rows < 4 || reads_in_streams();
@@ -150,8 +160,8 @@ void add_rows(const A& a, const float* x, float* sums, int64_t first, int64_t fr
   for (; n + LANES <= to; n += LANES) {
     Floats w[ROWS];
     each<0, ROWS>([&](auto r) {
-      if (asks) __builtin_prefetch(rows + (r + ROWS) * a.outputs + n);
-      w[r] = load_numbers<LANES>(rows + r * a.outputs + n);
+      if (asks) __builtin_prefetch(rows + (r + ROWS) * layer.outputs + n);
+      w[r] = load_numbers<LANES>(rows + r * layer.outputs + n);
     });
     each<0, A::TOKENS>([&](auto t) {
       float* sum = sums + t * width + n - from;
@@ -164,26 +174,28 @@ void add_rows(const A& a, const float* x, float* sums, int64_t first, int64_t fr
   for (; n < to; n++)
     for (int t = 0; t < A::TOKENS; t++)
       for (int r = 0; r < ROWS; r++)
-        sums[t * width + n - from] += to_float(rows[r * a.outputs + n]) * x[t * a.inputs + first + r];
+        sums[t * width + n - from] += to_float(rows[r * layer.outputs + n]) * x[t * a.inputs + first + r];
 }
 
 // Rows that are read at a time: as many streams as memory keeps going.
 constexpr int STREAMS = 8;
 
-// The weight is [inputs, outputs]. Each thread has columns of its own, and sums of them.
-template <class A> void linear_transposed(const A& a, const float* x) {
-  const int64_t share = ((a.outputs + a.threads - 1) / a.threads + LANES - 1) / LANES * LANES;
+// The weight of a layer is [inputs, outputs]. Each thread has columns of its own, and sums of them.
+template <class A, class Layer>
+void linear_transposed(const A& a, const Layer& layer, const float* x) {
+  const int64_t share = ((layer.outputs + a.threads - 1) / a.threads + LANES - 1) / LANES * LANES;
 #pragma omp parallel for num_threads(a.threads) schedule(static)
-  for (int64_t from = 0; from < a.outputs; from += share) {
-    const int64_t to = std::min(from + share, a.outputs), width = to - from;
+  for (int64_t from = 0; from < layer.outputs; from += share) {
+    const int64_t to = std::min(from + share, layer.outputs), width = to - from;
     std::vector<float> sums(A::TOKENS * width);
     int64_t i = 0;
-    for (; i + STREAMS <= a.inputs; i += STREAMS) add_rows<STREAMS>(a, x, sums.data(), i, from, to);
-    for (; i < a.inputs; i++) add_rows<1>(a, x, sums.data(), i, from, to);
+    for (; i + STREAMS <= a.inputs; i += STREAMS)
+      add_rows<STREAMS>(a, layer, x, sums.data(), i, from, to);
+    for (; i < a.inputs; i++) add_rows<1>(a, layer, x, sums.data(), i, from, to);
     for (int t = 0; t < A::TOKENS; t++)
       for (int64_t n = from; n < to; n++) {
-        const float bias = a.bias != nullptr ? to_float(a.bias[n]) : 0.0f;
-        store_numbers<1>(a.out + t * a.outputs + n, all(sums[t * width + n - from] + bias));
+        const float bias = layer.bias != nullptr ? to_float(layer.bias[n]) : 0.0f;
+        store_numbers<1>(layer.out + t * layer.outputs + n, all(sums[t * width + n - from] + bias));
       }
   }
 }
@@ -202,7 +214,8 @@ template <class A, class X> void linear_by_rows(const A& a, const X* x) {
 }
 
 template <class A, class X> void linear(const A& a, const X* x) {
-  if constexpr (A::TRANSPOSED) linear_transposed(a, x);
+  if constexpr (A::TRANSPOSED)
+    for (int64_t i = 0; i < a.count; i++) linear_transposed(a, a.layers[i], x);
   else linear_by_rows(a, x);
 }
 

@@ -1,9 +1,9 @@
-"""``kvpass::linear`` in C++: linear layers of up to 16 tokens."""
+"""``kvpass::linear`` and ``linears`` in C++: linear layers of up to 16 tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvpass._torch_cpp import empty_cpu, multiplies_bfloat16
 from kvpass._torch_sizes import constant
 from lowering.cpp.constants import unsupported_device
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
-from lowering.cpp.structs import LINEAR
+from lowering.cpp.structs import LINEAR, LINEAR_LAYER, pack_linear
 
 # Of more tokens torch's own layers take less time; of bfloat16 stored by inputs, too, where the
 # processor has instructions that the kernel has not.
@@ -36,21 +36,26 @@ def most_tokens(dtype: torch.dtype, transposed: bool = False) -> int:
 @cache
 def _source(tokens: int, dtype: torch.dtype, scaled: bool, transposed: bool) -> str:
     weight = f"using LinearWeight = {'int8_t' if scaled else 'Scalar'};"
-    aliases = "using Element = Scalar", "using Weight = LinearWeight"
-    struct = LINEAR.declaration(*aliases, TOKENS=tokens, TRANSPOSED=transposed)
-    return source(["linear.h"], ["linear"], [weight, struct], lanes=native_lanes(), dtype=dtype)
+    more = "using Element = Scalar", "using Weight = LinearWeight", "LinearLayer layers[]"
+    structs = (
+        LINEAR_LAYER.declaration(),
+        LINEAR.declaration(*more, TOKENS=tokens, TRANSPOSED=transposed),
+    )
+    return source(["linear.h"], ["linear"], [weight, *structs], lanes=native_lanes(), dtype=dtype)
 
 
 @cache
 def _function(
-    tokens: int, dtype: torch.dtype, scaled: bool, transposed: bool
-) -> Callable[[bytes], Any]:
-    return load_function("linear", _source(tokens, dtype, scaled, transposed))
+    tokens: int, dtype: torch.dtype, scaled: bool, transposed: bool, layers: int
+) -> tuple[Callable[[bytes], Any], Callable[..., bytes]]:
+    """The compiled function, and what packs its arguments for so many layers."""
+    function = load_function("linear", _source(tokens, dtype, scaled, transposed))
+    return function, pack_linear(layers)
 
 
 def _is_transposed(weight: Tensor) -> bool:
     """Whether a row in memory has the numbers of an input, as in GPT-2."""
-    return weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
+    return not weight.is_contiguous() and weight.t().is_contiguous()
 
 
 def unsupported_reason(
@@ -60,6 +65,8 @@ def unsupported_reason(
     plain = [t for t in (x, bias, weight if scale is None else None) if t is not None]
     if any(map(is_subclass, plain)):
         return f"the weight is {type(weight).__name__}"
+    if weight.dim() != 2:
+        return f"the weight has {weight.dim()} dimensions"
     transposed = scale is None and _is_transposed(weight)
     tokens = constant(math.prod(x.shape[:-1]))
     most = most_tokens(x.dtype, transposed)
@@ -68,8 +75,8 @@ def unsupported_reason(
     if len({t.dtype for t in plain}) > 1:
         return "the weight, or the bias, is of another dtype than the tokens"
     rows = weight.t() if transposed else weight
-    if not all(t.is_contiguous() for t in (rows, bias) if t is not None):
-        return "the weight, or the bias, is not contiguous"
+    if not all(t.is_contiguous() for t in (rows, bias, scale) if t is not None):
+        return "the weight, or what comes with it, is not contiguous"
     if scale is not None and (scale.dtype, weight.dtype) != (torch.float32, torch.int8):
         return f"the weight is {weight.dtype} with scales in {scale.dtype}; C++ takes int8, float32"
     if weight.numel() * weight.element_size() < _LEAST_BYTES:
@@ -79,17 +86,55 @@ def unsupported_reason(
     )
 
 
+def unsupported_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor | None],
+) -> str | None:
+    """Why C++ declines these arguments of ``kvpass::linears``, or None."""
+    layers = list(zip(weights, biases, scales, strict=True))
+    if reason := next(filter(None, (unsupported_reason(x, *layer) for layer in layers)), None):
+        return reason
+    if len({(weight.dtype, scale is None) for weight, _, scale in layers}) > 1:
+        return "some weights have scales, and others have not"
+    if any(_is_transposed(weight) for weight, _, scale in layers if scale is None):
+        return "weights that are stored by inputs are as fast one by one"
+    return None
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
     """As `kvpass.ops.linear.linear`, for arguments that are supported."""
+    return linears(x, (weight,), (bias,), (scale,))[0]
+
+
+def linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """As `kvpass.ops.linear.linears`, for arguments that are supported. (Spelled out: this runs
+    several times per layer and step.)"""
+    x = x.contiguous()
     *lead, inputs = x.shape
-    outputs = weight.shape[0]
-    out = empty_cpu((*lead, outputs), x.dtype)
-    threads = min(torch.get_num_threads(), 1 + weight.nbytes // _BYTES_PER_THREAD)
-    tokens, x = x.numel() // inputs, x.contiguous()
-    numbers = scale if scale is None else scale.contiguous()
-    addresses = (0 if t is None else t.data_ptr() for t in (x, weight, bias, numbers, out))
-    function = _function(tokens, x.dtype, scale is not None, _is_transposed(weight))
-    function(LINEAR.pack(*addresses, outputs, inputs, threads))
-    return out
+    dtype, count, size = x.dtype, len(weights), 0
+    made = [empty_cpu((*lead, weight.shape[0]), dtype) for weight in weights]
+    layers: list[int] = []
+    for weight, bias, scale, out in zip(weights, biases, scales, made, strict=True):
+        size += weight.nbytes
+        layers += (
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            out.data_ptr(),
+            weight.shape[0],
+        )
+    scaled = scales[0] is not None
+    transposed = not scaled and weights[0].stride(1) != 1
+    function, pack = _function(math.prod(lead), dtype, scaled, transposed, count)
+    threads = min(torch.get_num_threads(), 1 + size // _BYTES_PER_THREAD)
+    function(pack(x.data_ptr(), inputs, threads, count, *layers))
+    return made

@@ -249,17 +249,28 @@ def append_pages_struct(plan: str) -> Struct:
 
 
 # A weight is of the tokens' type, or int8 with a scale for each row.
-LINEAR = Struct(
-    arguments_name("linear"),
+LINEAR_LAYER = Struct(
+    "LinearLayer",
     (
-        ("const Scalar*", "x"),
         ("const LinearWeight*", "weight"),
         ("const Scalar*", "bias"),
         ("const float*", "scale"),
         ("Scalar*", "out"),
-        *_numbers("outputs", "inputs", "threads"),
+        *_numbers("outputs"),
     ),
 )
+# So many layers come behind it.
+LINEAR = Struct(
+    arguments_name("linear"), (("const Scalar*", "x"), *_numbers("inputs", "threads", "count"))
+)
+
+
+@cache
+def pack_linear(layers: int) -> Callable[..., bytes]:
+    """The bytes of `LINEAR` and of so many `LINEAR_LAYER` from their members."""
+    return struct.Struct(LINEAR.format + layers * LINEAR_LAYER.format).pack
+
+
 _SEGMENT = (
     ("const int32_t*", "positions"),
     *_numbers("positions_count", "segments", "segment"),

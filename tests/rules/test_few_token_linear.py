@@ -1,4 +1,4 @@
-"""Linear layers of a decode step: where the rule applies, and that logits stay."""
+"""Linear layers of a decode step: where the rules apply, and that logits stay."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def model():
 
 
 def layers_by_kind(first):
-    """How many linear layers who computes, by graph."""
+    """The ops for linear layers, and who computes them, by graph."""
     made = [r for r in reports() if r.index >= first]
-    return {r.kind: [c.provider for c in r.choices if c.op == "linear"] for r in made}
+    return {r.kind: [(c.op, c.provider) for c in r.choices if "linear" in c.op] for r in made}
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
@@ -36,7 +36,9 @@ def test_decode_steps_gain_and_logits_stay(model, inner):
     got, _ = run_steps(twin, ids, steps)
     wanted, _ = run_steps(model, ids, steps)
     assert float((got - wanted).abs().max()) <= LOGITS_FP32
-    assert layers_by_kind(first) == {"prefill": [], "decode": ["cpp"] * 4}
+    # Gate and up read the same; then come down and the head.
+    layers = [("linears", "cpp"), ("linear", "cpp"), ("linear", "cpp")]
+    assert layers_by_kind(first) == {"prefill": [], "decode": layers}
 
 
 def test_weights_that_are_stored_by_inputs():
@@ -50,7 +52,7 @@ def test_weights_that_are_stored_by_inputs():
     wanted, _ = run_steps(gpt2, ids, steps)
     assert float((got - wanted).abs().max()) <= LOGITS_FP32
     # The head is too small.
-    assert layers_by_kind(first) == {"prefill": [], "decode": ["cpp"] * 4}
+    assert layers_by_kind(first) == {"prefill": [], "decode": [("linear", "cpp")] * 4}
 
 
 def test_a_sum_with_more_than_a_bias_stays():
@@ -87,3 +89,51 @@ def test_autocast_stays():
     with torch.no_grad():
         assert run(torch.randn(1, 256)).dtype == torch.bfloat16
     assert reports()[-1].choices == []
+
+
+def ops_of(function, *arguments):
+    """The ops for linear layers in a graph; its results are those of PyTorch."""
+    with torch.no_grad():
+        got, wanted = torch.compile(function, backend="kvpass")(*arguments), function(*arguments)
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+    return [c.op for c in reports()[-1].choices]
+
+
+WEIGHTS = [torch.randn(outputs, 256, generator=torch.manual_seed(0)) for outputs in (512, 256, 301)]
+X = torch.randn(3, 256, generator=torch.manual_seed(1))
+
+
+def test_layers_of_the_same_tokens_are_one_op():
+    def run(x, bias):
+        first = linear(x, WEIGHTS[0], bias).tanh()
+        return first, linear(x, WEIGHTS[1]), linear(x + 1, WEIGHTS[1]), linear(x, WEIGHTS[2])
+
+    assert ops_of(run, X, torch.randn(512)) == ["linears", "linear"]
+
+
+def test_tokens_that_change_between_layers_are_read_twice():
+    def run(x):
+        x = x.clone()
+        first = linear(x, WEIGHTS[0])
+        x.add_(1)
+        return first, linear(x, WEIGHTS[1])
+
+    assert ops_of(run, X) == ["linear", "linear"]
+
+
+def test_weights_that_are_made_of_the_first_layer_come_after_it():
+    def run(x):
+        first = linear(x, WEIGHTS[0])
+        return first, linear(x, WEIGHTS[1] * first.mean()), linear(x, WEIGHTS[2])
+
+    assert ops_of(run, X) == ["linears", "linear"]
+
+
+def test_weights_that_are_stored_by_inputs_stay_apart():
+    turned = torch.randn(256, 512)
+
+    def run(x):
+        return linear(x, turned.t()), linear(x, WEIGHTS[0])
+
+    assert ops_of(run, X) == ["linear", "linear"]

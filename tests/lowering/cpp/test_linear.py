@@ -13,6 +13,7 @@ from tests.tolerances import CPP_LINEAR
 # Outputs and inputs, which neither rows nor vectors divide; inputs of four tokens that the first
 # cache does not hold.
 SIZES = ((257, 1003), (261, 4099))
+WEIGHT = randn(300, 1003)
 
 
 def check(tokens, dtype):
@@ -66,6 +67,35 @@ def test_transposed_weights(tokens, dtype):
         assert float((got.double() - wanted).norm() / wanted.norm()) <= CPP_LINEAR[dtype]
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_several_layers_of_the_same_tokens(tokens):
+    """None of them is a multiple of what a thread has at a time."""
+    dtype = torch.bfloat16
+    x, sizes = randn(tokens, 1003, dtype=dtype), (257, 300, 131)
+    weights = [randn(n, 1003, seed=i, dtype=dtype) for i, n in enumerate(sizes)]
+    biases = [randn(257, dtype=dtype), None, randn(131, seed=1, dtype=dtype)]
+    parts = x, weights, biases, [None] * 3
+    assert linear.unsupported_linears(*parts) is None
+    for got, weight, bias in zip(linear.linears(*parts), weights, biases, strict=True):
+        assert torch.equal(got, linear.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"scales": [None, torch.ones(300, 1)]}, "scales in torch.float32; C++ takes int8"),
+        (
+            {"weights": [WEIGHT, WEIGHT.to(torch.int8)], "scales": [None, torch.ones(300, 1)]},
+            "some weights have scales, and others have not",
+        ),
+        ({"weights": [WEIGHT, randn(1003, 300).t()]}, "stored by inputs are as fast one by one"),
+    ],
+)
+def test_layers_that_are_not_alike_are_declined(changed, reason):
+    layers = {"weights": [WEIGHT] * 2, "biases": [None] * 2, "scales": [None] * 2, **changed}
+    assert reason in linear.unsupported_linears(randn(1, 1003), **layers)
+
+
 def test_lanes(lanes):
     check(1, torch.bfloat16)
     test_transposed_weights(1, torch.bfloat16)
@@ -109,7 +139,12 @@ def test_gaps_between_tokens():
     [
         (randn(17, 256), randn(256, 256), "it has 17 tokens; C++ takes 1 to 16"),
         (randn(1, 256), randn(255, 256), "the weight is small: less than 262144 bytes"),
-        (randn(1, 256), randn(256, 512)[:, ::2], "the weight, or the bias, is not contiguous"),
+        (randn(1, 256), randn(65536), "the weight has 1 dimensions"),
+        (
+            randn(1, 256),
+            randn(256, 512)[:, ::2],
+            "the weight, or what comes with it, is not contiguous",
+        ),
         (randn(1, 256), randn(256, 512, dtype=torch.bfloat16), "of another dtype than the tokens"),
         (randn(1, 256).double(), randn(256, 256).double(), "torch.float64 is not supported"),
     ],
