@@ -115,8 +115,9 @@ template <class A> struct IntegerSums {
 };
 
 // Adds `count` packed values, whose words these are, for tokens first ... of the block.
+// Flattened: compilers would keep the sums in memory.
 template <class A>
-void packed_values(
+__attribute__((flatten)) void packed_values(
     const uint16_t* values, int first, int count, const Block<A>& block, Panel<A>& panel) {
   using V = typename A::V;
   using Values = typename V::Code;
@@ -124,32 +125,41 @@ void packed_values(
   using Sums = std::conditional_t<IN_INTEGERS<V>, IntegerSums<A>, FloatSums<A>>;
   using Sum = decltype(Sums::read(nullptr));
   constexpr int ROWS = A::ROWS, BLOCK = Block<A>::SIZE, TOKENS = Sums::TOKENS;
-  constexpr int PLANES = std::min(SUMMED<A>, Codes::DEPTH);
+  // Vectors beside each other that have the same weights: Intel's processors multiply one vector a
+  // cycle by a number that is read for it alone, and two by one in a register.
+  constexpr int VECTORS = SUMMED<A> > 1 && Values::WIDTH % (2 * LANES) == 0 && Values::paired() ? 2 : 1;
+  constexpr int PLANES = std::min(SUMMED<A> / VECTORS, Codes::DEPTH);
   constexpr int PARTS = Codes::CHAINS * round_up(Codes::DEPTH, PLANES) / PLANES;
-  each_vector<Values::WIDTH>([&](auto at, auto width) {
+  constexpr int WIDE = VECTORS * LANES, COUNT = round_up(Values::WIDTH, WIDE) / WIDE;
+  each<0, COUNT>([&](auto some) {
     each<0, PARTS>([&](auto part) {
+      constexpr int AT = some * WIDE, WIDTH = std::min(LANES, Values::WIDTH - AT);
       constexpr int CHAIN = part % Codes::CHAINS, STEP = part / Codes::CHAINS * PLANES;
       constexpr int HERE = std::min(PLANES, Codes::DEPTH - STEP);
-      Sum out[HERE][ROWS]{};
+      Sum out[HERE * VECTORS][ROWS]{};
       // Each of these loops asks for its share, spread over its tokens: at once, lines would wait for
       // each other.
-      constexpr int SHARES = round_up(Values::WIDTH, LANES) / LANES * PARTS;
-      constexpr int SHARE = at / LANES * PARTS + part;
+      constexpr int SHARES = COUNT * PARTS, SHARE = some * PARTS + part;
       const uint16_t* ahead = values + (BLOCK * SHARES + SHARE * count) * Values::WORDS / SHARES;
       constexpr int STRIDE = sizeof Sums::weights(block)[0][0] / sizeof Sums::weights(block)[0][0][0];
       const auto* weights = Sums::weights(block)[0][0] + first;
       const auto add = [&](const uint16_t* tokens) __attribute__((always_inline)) {
-        Sums sums;
-        sums.template start<CHAIN, STEP, at, width>(tokens);
+        Sums sums[VECTORS];
+        each<0, VECTORS>([&](auto v) {
+          sums[v].template start<CHAIN, STEP, AT + v * LANES, WIDTH>(tokens);
+        });
         each<0, HERE>([&](auto j) {
           constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
-          using Span = typename Values::template Span<PLANE, at>;
-          const Sum code = sums.template next<PLANE>();
+          using Span = typename Values::template Span<PLANE, AT>;
+          Sum codes[VECTORS];
+          each<0, VECTORS>([&](auto v) { codes[v] = sums[v].template next<PLANE>(); });
           each<0, ROWS>([&](auto r) {
             const Sum weight = spread<Span>([&](int group) {
               return Sums::read(weights + (r * Values::GROUPS + group) * STRIDE);
             });
-            out[j][r] = Sums::add(out[j][r], code, weight);
+            each<0, VECTORS>([&](auto v) {
+              out[j * VECTORS + v][r] = Sums::add(out[j * VECTORS + v][r], codes[v], weight);
+            });
           });
         });
       };
@@ -165,15 +175,17 @@ void packed_values(
       }
       each<0, HERE>([&](auto j) {
         constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
-        using Span = typename Values::template Span<PLANE, at>;
+        using Span = typename Values::template Span<PLANE, AT>;
         each<0, ROWS>([&](auto r) {
           Floats base = spread<Span>([&](int g) { return all(block.base[r][g]); });
           if constexpr (Values::TOKENS > 1)
             base = select(lane_numbers() < Values::WIDTH, base, Floats{});
           const Floats step = spread<Span>([&](int g) { return all(Sums::step(block, r, g)); });
-          float* total = panel.rows[r].packed + PLANE * Values::PADDED + at;
-          const Floats sum = __builtin_convertvector(out[j][r], Floats) * Sums::unit(PLANE);
-          store<LANES>(total, load<Floats, LANES>(total) + (base + sum * step));
+          each<0, VECTORS>([&](auto v) {
+            float* total = panel.rows[r].packed + PLANE * Values::PADDED + AT + v * LANES;
+            const Floats sum = __builtin_convertvector(out[j * VECTORS + v][r], Floats) * Sums::unit(PLANE);
+            store<LANES>(total, load<Floats, LANES>(total) + (base + sum * step));
+          });
         });
       });
     });
