@@ -55,12 +55,7 @@ def linears(
     return list(map(partial(linear, x), weights, biases, scales))
 
 
-def linears_fake(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor | None],
-) -> list[Tensor]:
+def linears_fake(x: Tensor, weights: Sequence[Tensor], *_: object) -> list[Tensor]:
     """Shapes of `linears`."""
     return [linear_fake(x, weight) for weight in weights]
 

@@ -46,12 +46,7 @@ RULES: list[Rule] = [
 # Whatever other rules there are, these leave no packed tensor to who cannot read it.
 DECODING: list[Rule] = [DecodeReader(), ReadSize()]
 # Tried on the bound graph.
-BOUND_RULES: list[Rule] = [
-    RotateBefore(),
-    FuseAppendAttention(),
-    FewTokenLinear(),
-    JoinLinears(),
-]
+BOUND_RULES: list[Rule] = [RotateBefore(), FuseAppendAttention(), FewTokenLinear(), JoinLinears()]
 
 
 def register_rule(cls: type[Rule]) -> type[Rule]:

@@ -15,7 +15,7 @@ from kvpass._torch_cpp import empty_cpu, multiplies_bfloat16
 from kvpass._torch_sizes import constant
 from lowering.cpp.constants import unsupported_device
 from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
-from lowering.cpp.structs import LINEAR, LINEAR_LAYER, pack_linear
+from lowering.cpp.structs import LINEAR, LINEAR_LAYER, linear_struct
 
 # Of more tokens torch's own layers take less time; of bfloat16 stored by inputs, too, where the
 # processor has instructions that the kernel has not.
@@ -50,7 +50,7 @@ def _function(
 ) -> tuple[Callable[[bytes], Any], Callable[..., bytes]]:
     """The compiled function, and what packs its arguments for so many layers."""
     function = load_function("linear", _source(tokens, dtype, scaled, transposed))
-    return function, pack_linear(layers)
+    return function, linear_struct(layers).pack
 
 
 def _is_transposed(weight: Tensor) -> bool:
@@ -96,9 +96,9 @@ def unsupported_linears(
     layers = list(zip(weights, biases, scales, strict=True))
     if reason := next(filter(None, (unsupported_reason(x, *layer) for layer in layers)), None):
         return reason
-    if len({(weight.dtype, scale is None) for weight, _, scale in layers}) > 1:
+    if len({scale is None for scale in scales}) > 1:
         return "some weights have scales, and others have not"
-    if any(_is_transposed(weight) for weight, _, scale in layers if scale is None):
+    if any(map(_is_transposed, weights)):
         return "weights that are stored by inputs are as fast one by one"
     return None
 
@@ -116,8 +116,7 @@ def linears(
     biases: Sequence[Tensor | None],
     scales: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """As `kvpass.ops.linear.linears`, for arguments that are supported. (Spelled out: this runs
-    several times per layer and step.)"""
+    """As `kvpass.ops.linear.linears`, for arguments that are supported."""
     x = x.contiguous()
     *lead, inputs = x.shape
     dtype, count, size = x.dtype, len(weights), 0
@@ -132,9 +131,8 @@ def linears(
             out.data_ptr(),
             weight.shape[0],
         )
-    scaled = scales[0] is not None
-    transposed = not scaled and weights[0].stride(1) != 1
-    function, pack = _function(math.prod(lead), dtype, scaled, transposed, count)
+    kind = dtype, scales[0] is not None, _is_transposed(weights[0])
+    function, pack = _function(math.prod(lead), *kind, count)
     threads = min(torch.get_num_threads(), 1 + size // _BYTES_PER_THREAD)
     function(pack(x.data_ptr(), inputs, threads, count, *layers))
     return made

@@ -259,16 +259,15 @@ LINEAR_LAYER = Struct(
         *_numbers("outputs"),
     ),
 )
-# So many layers come behind it.
+# ``count`` layers come behind it.
 LINEAR = Struct(
     arguments_name("linear"), (("const Scalar*", "x"), *_numbers("inputs", "threads", "count"))
 )
 
 
-@cache
-def pack_linear(layers: int) -> Callable[..., bytes]:
-    """The bytes of `LINEAR` and of so many `LINEAR_LAYER` from their members."""
-    return struct.Struct(LINEAR.format + layers * LINEAR_LAYER.format).pack
+def linear_struct(layers: int) -> Struct:
+    """`LINEAR` with so many `LINEAR_LAYER` behind it."""
+    return Struct(LINEAR.name, LINEAR.members + layers * LINEAR_LAYER.members)
 
 
 _SEGMENT = (

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvpass.inspect.report import reports
+from tests.strategies import randn
 
 
 def ops_of(function, *arguments):
@@ -17,8 +18,8 @@ def ops_of(function, *arguments):
     return [c.op for c in reports()[-1].choices]
 
 
-WEIGHTS = [torch.randn(outputs, 256, generator=torch.manual_seed(0)) for outputs in (512, 256, 301)]
-X = torch.randn(3, 256, generator=torch.manual_seed(1))
+WEIGHTS = [randn(outputs, 256, seed=outputs) for outputs in (512, 256, 301)]
+X = randn(3, 256)
 
 
 def test_layers_of_the_same_tokens_are_one_op():
@@ -26,7 +27,7 @@ def test_layers_of_the_same_tokens_are_one_op():
         first = linear(x, WEIGHTS[0], bias).tanh()
         return first, linear(x, WEIGHTS[1]), linear(x + 1, WEIGHTS[1]), linear(x, WEIGHTS[2])
 
-    assert ops_of(run, X, torch.randn(512)) == ["linears", "linear"]
+    assert ops_of(run, X, randn(512)) == ["linears", "linear"]
 
 
 def test_tokens_that_change_between_layers_are_read_twice():
@@ -48,7 +49,7 @@ def test_weights_that_are_made_of_the_first_layer_come_after_it():
 
 
 def test_weights_that_are_stored_by_inputs_stay_apart():
-    turned = torch.randn(256, 512)
+    turned = randn(256, 512)
 
     def run(x):
         return linear(x, turned.t()), linear(x, WEIGHTS[0])
