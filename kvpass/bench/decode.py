@@ -57,15 +57,15 @@ def bench_decode(
         recipes: names of recipes.
         rounds: turns, that is timed steps, of each contender.
         go_on: a recipe that fails becomes a result with a ``problem``.
-        peers: names of other runtimes to be measured as well. They compute the prompt themselves.
+        peers: names of other runtimes to be measured as well. They compute a prompt themselves.
 
     Raises:
         OptionError: if a recipe or a peer is not known, the model has layers that are not packed,
-        peers are asked for without a prompt, or memory does not suffice.
+        or memory does not suffice.
         PlanError: if a recipe does not fit the head dimension.
     """
     shape = setting.shape
-    check_peers(peers, setting)
+    check_peers(peers)
     for name in recipes:
         check_recipe(name, shape.head_dim)
     plain = shape.plain_bytes(setting.batch, setting.context, setting.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,8 @@ def write_model(setting: Setting, model: Any, folder: Path) -> Path:
     return path
 
 
-def start(path: Path, setting: Setting, cache: str, room: int) -> Callable[[Tensor], Tensor]:
-    """Loads the model; what decodes ids ``[1, n]`` behind all earlier ones, to logits ``[1, V]``.
+class Runtime:
+    """The model, with a cache in its states.
 
     Args:
         path: of the IR.
@@ -92,27 +91,51 @@ def start(path: Path, setting: Setting, cache: str, room: int) -> Callable[[Tens
         OptionError: if the CPU plugin does not compute in the setting's dtype or does not keep
         such a cache.
     """
-    import numpy
-    import openvino
 
-    precision = _PRECISIONS[setting.dtype]
-    wanted = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": cache}
-    threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    compiled = openvino.Core().compile_model(path, "CPU", wanted | threads)
-    used = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-    if used != precision:
-        raise OptionError(f"OpenVINO computes in {used} here, not in {dtype_name(setting.dtype)}.")
-    # Attention that was not recognized is computed by other ops, from states that are not packed.
-    kinds = [
-        op.get_rt_info()["layerType"].astype(str) for op in compiled.get_runtime_model().get_ops()
-    ]
-    if kinds.count("ScaledDotProductAttention") != setting.shape.layers:
-        raise OptionError(f"OpenVINO does not keep this model's cache in {cache}.")
-    request = compiled.create_infer_request()
-    beams = numpy.zeros(1, numpy.int32)
+    def __init__(self, path: Path, setting: Setting, cache: str, room: int) -> None:
+        import numpy
+        import openvino
 
-    def decode(ids: Tensor) -> Tensor:
-        logits = request.infer({"ids": ids.numpy(), "beams": beams})[0]
+        precision = _PRECISIONS[setting.dtype]
+        wanted = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": cache}
+        threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        compiled = openvino.Core().compile_model(path, "CPU", wanted | threads)
+        used = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+        if used != precision:
+            raise OptionError(
+                f"OpenVINO computes in {used} here, not in {dtype_name(setting.dtype)}."
+            )
+        # Attention that was not recognized is computed by other ops, from states that are not
+        # packed.
+        ops = compiled.get_runtime_model().get_ops()
+        kinds = [op.get_rt_info()["layerType"].astype(str) for op in ops]
+        if kinds.count("ScaledDotProductAttention") != setting.shape.layers:
+            raise OptionError(f"OpenVINO does not keep this model's cache in {cache}.")
+        self.cache = cache
+        self.request = compiled.create_infer_request()
+        self.beams = numpy.zeros(1, numpy.int32)
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Logits ``[1, V]`` of the last of ids ``[1, n]``, which are behind all earlier ones."""
+        logits = self.request.infer({"ids": ids.numpy(), "beams": self.beams})[0]
         return torch.from_numpy(logits)
 
-    return decode
+    def fill(self, cache: DynamicCache) -> None:
+        """Takes the keys and values of ``cache`` as its states.
+
+        Raises:
+            OptionError: if the cache has 4 bits: the plugin crashes (2026.4).
+        """
+        import openvino
+
+        if self.cache == "u4":
+            raise OptionError("OpenVINO takes no cache of u4, it can compute one: --fill prompt.")
+        past = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        for state in self.request.query_state():
+            x = past[_index(state.name)].float().contiguous()
+            state.state = openvino.Tensor(x.numpy(), x.shape)
+
+
+def _index(name: str) -> int:
+    """The number of a state of `write_model`: ``past.7new past.7`` is 7."""
+    return int(name.rpartition(".")[2])

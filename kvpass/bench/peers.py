@@ -11,20 +11,28 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from kvpass.bench import peer_llama_cpp, peer_openvino
-from kvpass.bench.filling import LAYER_TOLERANCE, Setting, step
+from kvpass.bench.filling import LAYER_TOLERANCE, Setting, random_cache, step
 from kvpass.bench.models import random_model
 from kvpass.bench.timing import Contender, relative_error
 from kvpass.errors import OptionError, unknown
 
-# Takes token ids `[1, n]` behind all earlier ones; returns logits `[1, V]` of the last one.
-Decode = Callable[[Tensor], Tensor]
+
+class Runtime(Protocol):
+    """A loaded model with a cache, which begins empty."""
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """Logits ``[1, V]`` of the last of ids ``[1, n]``, which are behind all earlier ones."""
+
+    def fill(self, cache: DynamicCache) -> None:
+        """Takes the keys and values of ``cache`` in place of a prompt."""
+
 
 # Relative error of logits that counts as right where keys and values are rounded to so many bits,
 # for the first layer alone. An element is off by 0.5 % or 8 % of a standard deviation, of which
@@ -50,7 +58,7 @@ class Peer:
     caches: Mapping[str, int]
     copies: int
     write: Callable[[Setting, Any, Path], Path]
-    start: Callable[[Path, Setting, str, int], Decode]
+    start: Callable[[Path, Setting, str, int], Runtime]
 
 
 PEERS = {
@@ -60,7 +68,7 @@ PEERS = {
         # All of them map one file.
         1,
         peer_llama_cpp.write_model,
-        peer_llama_cpp.start,
+        peer_llama_cpp.Runtime,
     ),
     "openvino": Peer(
         {"openvino": "openvino"},
@@ -68,13 +76,13 @@ PEERS = {
         # Each has its own, and the model is copied when it is converted.
         5,
         peer_openvino.write_model,
-        peer_openvino.start,
+        peer_openvino.Runtime,
     ),
 }
 
 
-def check_peers(names: Sequence[str], setting: Setting) -> None:
-    """Refuses unknown peers, and a setting that they cannot be filled for.
+def check_peers(names: Sequence[str]) -> None:
+    """Refuses unknown peers.
 
     Raises:
         OptionError: if there are such.
@@ -82,11 +90,6 @@ def check_peers(names: Sequence[str], setting: Setting) -> None:
     for name in names:
         if name not in PEERS:
             raise OptionError(unknown("peer", name, PEERS))
-    if names and setting.fill != "prompt":
-        raise OptionError(
-            f"fill='{setting.fill}' is not supported with peers, which fill their caches "
-            "themselves; allowed: 'prompt'."
-        )
 
 
 def peer_contenders(
@@ -122,10 +125,13 @@ class _Subject:
 
     @cached_property
     def expected(self) -> Tensor:
-        """Logits of the first step behind the prompt, with a plain cache."""
+        """Logits of the first step, with a plain cache."""
         cache = DynamicCache(config=self.setting.config)
         with torch.no_grad():
-            step(self.model, self.setting.ids(self.setting.context), cache)
+            if self.setting.fill == "random":
+                random_cache(self.setting, cache)
+            else:
+                step(self.model, self.setting.ids(self.setting.context), cache)
             return step(self.model, self.setting.ids(1), cache)
 
     @cached_property
@@ -147,8 +153,8 @@ class _PeerDecoding:
     cache: str
     subject: _Subject
     room: int
-    decode: Decode | None = None
-    seconds: float = 0.0
+    runtime: Runtime | None = None
+    note: str = ""
     first_layer_error: float | None = None
     whole_error: float = math.nan
 
@@ -166,8 +172,8 @@ class _PeerDecoding:
         tolerance = _ROUNDED.get(bits) or max(setting.tolerance, half)
 
         def call() -> Tensor:
-            assert self.decode is not None
-            return self.decode(ids)
+            assert self.runtime is not None
+            return self.runtime.decode(ids)
 
         return Contender(
             f"{self.name}, {self.cache}", [call], self.error, tolerance,
@@ -175,7 +181,7 @@ class _PeerDecoding:
         )  # fmt: skip
 
     def prepare(self) -> None:
-        """Loads the model and computes the prompt.
+        """Loads the model and fills its cache.
 
         Raises:
             ImportError: if a package is missing.
@@ -184,9 +190,9 @@ class _PeerDecoding:
         self.check()
         if self.peer.caches[self.cache] < 16:
             first = self.subject.first_layer
-            logits = self.filled(first)(first.setting.ids(1))
+            logits = self.filled(first).decode(first.setting.ids(1))
             self.first_layer_error = relative_error(logits, first.expected)
-        self.decode = self.filled(self.subject)
+        self.runtime = self.filled(self.subject)
 
     def check(self) -> None:
         """Refuses what is missing, and settings that are not measured."""
@@ -200,14 +206,17 @@ class _PeerDecoding:
             kind = setting.config.model_type
             raise OptionError(f"Peers are measured with Llamas only, not with '{kind}'.")
 
-    def filled(self, subject: _Subject) -> Decode:
-        """The runtime behind the prompt."""
-        file = subject.file(self.name)
-        decode = self.peer.start(file, subject.setting, self.cache, self.room)
+    def filled(self, subject: _Subject) -> Runtime:
+        """The runtime, with a cache that is filled as the setting says."""
+        setting = subject.setting
+        runtime = self.peer.start(subject.file(self.name), setting, self.cache, self.room)
+        if setting.fill == "random":
+            runtime.fill(random_cache(setting, DynamicCache(config=setting.config)))
+            return runtime
         start = time.perf_counter()
-        decode(subject.setting.ids(subject.setting.context))
-        self.seconds = time.perf_counter() - start
-        return decode
+        runtime.decode(setting.ids(setting.context))
+        self.note = f"prefill {time.perf_counter() - start:.2f} s"
+        return runtime
 
     def error(self, logits: Tensor) -> float:
         """The relative error of the first step."""
@@ -217,9 +226,9 @@ class _PeerDecoding:
         return self.first_layer_error
 
     def describe(self) -> str:
-        """Note on versions, on how long the prompt took, and on what was checked."""
+        """Note on versions, on how long a prompt took, and on what was checked."""
         parts = [f"{name} {version(name)}" for name in self.peer.packages]
-        parts.append(f"prefill {self.seconds:.2f} s")
+        parts += [self.note] if self.note else []
         if self.first_layer_error is not None:
             parts.append(f"checked on its first layer (all layers: {self.whole_error:.1e})")
         return ", ".join(parts)

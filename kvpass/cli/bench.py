@@ -120,7 +120,7 @@ def attention(
     type=ListOf(click.STRING),
     metavar="NAME,...",
     default=(),
-    help="Other runtimes, on the CPU: llama.cpp, openvino; needs kvpass[peers] and --fill prompt.",
+    help="Other runtimes, on the CPU: llama.cpp, openvino; needs kvpass[peers].",
 )
 @_timing(rounds=20)
 def decode(
