@@ -15,9 +15,8 @@ from unittest.mock import patch
 import torch
 from torch._ops import OpOverload
 
+from kvpass._torch_calls import CompiledModule, empty_strided_cpu
 from kvpass._torch_libraries import keep, keeping, kept, library_key
-
-_empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 
 
 @cache
@@ -89,8 +88,7 @@ def empty_cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     strides: tuple[int, ...] = (1,)
     for size in reversed(shape[1:]):
         strides = (strides[0] * size, *strides)
-    made: torch.Tensor = _empty_strided_cpu(shape, strides, dtype)
-    return made
+    return empty_strided_cpu(shape, strides, dtype)
 
 
 @cache
@@ -128,6 +126,8 @@ def call_directly(ops: Iterable[OpOverload]) -> None:
             lowerings[op] = partial(lowered, lowerings[op])
 
 
+# Modules of generated code, by the `id` of their scopes, which they hold.
+_modules: dict[int, CompiledModule] = {}
 # All that a kernel's source has but one function `kernel`: what else there is could meet its like.
 _KERNEL = re.compile(r'\s*#include <[^>]+>\s*extern "C"\s+void\s+kernel\(')
 # As `CppPythonBindingsCodeCache` binds one function.
@@ -165,21 +165,23 @@ class _Batch:
 
     def __init__(self) -> None:
         self._sources: list[tuple[Sequence[str], str]] = []
-        self._functions: dict[int, Callable[..., Any]] = {}
+        self._functions: dict[int, tuple[Callable[..., Any], int]] = {}
 
     def add(self, argument_types: Sequence[str], source: str) -> int:
         """One more kernel; its number."""
         self._sources.append((argument_types, source))
         return len(self._sources) - 1
 
-    def function(self, number: int) -> Callable[..., Any]:
-        """The compiled kernel, and so all of them."""
+    def function(self, number: int) -> tuple[Callable[..., Any], int]:
+        """The compiled kernel, and the address of what it calls; all are compiled then."""
         if number not in self._functions:
             numbers, count = range(len(self._sources)), self._parts()
             parts = [numbers[i::count] for i in range(count)]
             waiting = [(part, self._start(part)) for part in parts if part]
             for part, made in waiting:
-                self._functions.update(zip(part, made()(), strict=True))
+                functions, addresses = made()()
+                found = zip(functions, addresses, strict=True)
+                self._functions.update(zip(part, found, strict=True))
         return self._functions[number]
 
     def _parts(self) -> int:
@@ -195,7 +197,8 @@ class _Batch:
         return count
 
     def _start(self, numbers: Sequence[int]) -> Callable[..., Any]:
-        """Begins to compile some; what waits for the function that returns them."""
+        """Begins to compile some; what waits for the function that returns them and their
+        addresses."""
         text, bindings = "", ""
         for number in numbers:
             types, source = self._sources[number]
@@ -207,11 +210,15 @@ class _Batch:
             bindings += _BINDING.format(
                 number=number, count=len(types), arguments=arguments, **_convention()
             )
-        made = ", ".join(f"PyCFunction_New(&method_{number}, nullptr)" for number in numbers)
+        made = [f"PyCFunction_New(&method_{number}, nullptr)" for number in numbers]
+        made += [f"PyLong_FromVoidPtr((void*)kernel_{number})" for number in numbers]
+        all_of_them = "N" * len(numbers)
 
         class Kernels(_bindings_cache()):  # type: ignore[misc]
             entry_function = "kernels"
-            call_entry_function = f'return Py_BuildValue("({"N" * len(numbers)})", {made});'
+            call_entry_function = (
+                f'return Py_BuildValue("(({all_of_them})({all_of_them}))", {", ".join(made)});'
+            )
             extra_parse_arg = bindings
 
         start = Kernels.load_pybinding_async
@@ -227,19 +234,20 @@ class _Kernel:
 
     def __call__(self, *args: Any) -> None:
         # Of a module whose compilation has failed before its end.
-        self.batch.function(self.number)(*args)
+        self.batch.function(self.number)[0](*args)
 
 
 @contextmanager
-def batched_kernels() -> Iterator[None]:
+def batched_kernels() -> Iterator[list[CompiledModule]]:
     """Lets Inductor compile the C++ kernels of graphs together, a part for each of its threads, and
-    keep them. The graphs can be called when the context is left."""
+    keep them. The graphs can be called when the context is left; gives the modules of their code,
+    complete then."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-    from torch._inductor.codecache import LambdaFuture
+    from torch._inductor.codecache import LambdaFuture, PyCodeCache
 
     patched: Any = AsyncCompile
-    compiles, waits = patched.cpp_pybinding, patched.wait
-    batch, waiting = _Batch(), list[dict[str, Any]]()
+    compiles, waits, load = patched.cpp_pybinding, patched.wait, PyCodeCache.load_by_key_path
+    batch, new, loaded = _Batch(), list[CompiledModule](), list[CompiledModule]()
 
     def compile_batched(self: Any, argument_types: list[str], source: str) -> Any:
         if not _KERNEL.match(source) or source.count('extern "C"') != 1:
@@ -248,21 +256,32 @@ def batched_kernels() -> Iterator[None]:
         return _Kernel(batch, batch.add(argument_types, source))
 
     def wait_for_others(self: Any, scope: dict[str, Any]) -> None:
+        module = CompiledModule(scope, any(isinstance(x, LambdaFuture) for x in scope.values()))
         # Inductor expects none of a single thread.
         if get_compile_threads() <= 1:
             self._wait_futures(scope)
         waits(self, scope)
-        waiting.append(scope)
+        _modules[id(scope)] = module
+        new.append(module)
+
+    def load_and_note(*args: Any, **options: Any) -> Any:
+        # One that this process has loaded before is not executed again.
+        module = load(*args, **options)
+        scope = vars(module)
+        loaded.append(_modules.get(id(scope)) or CompiledModule(scope, foreign=True))
+        return module
 
     patched.cpp_pybinding, patched.wait = compile_batched, wait_for_others
     try:
-        yield
+        with patch.object(PyCodeCache, "load_by_key_path", load_and_note):
+            yield loaded
     finally:
         patched.cpp_pybinding, patched.wait = compiles, waits
-    for scope in waiting:
-        for name, kernel in list(scope.items()):
+    for module in new:
+        for name, kernel in list(module.scope.items()):
             if isinstance(kernel, _Kernel):
-                scope[name] = kernel.batch.function(kernel.number)
+                function, address = kernel.batch.function(kernel.number)
+                module.scope[name], module.addresses[name] = function, address
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
+from kvpass._torch_calls import CompiledModule
 from kvpass._torch_cpp import batched_kernels, call_directly, trusted_vectors
 
 # What compiles a graph for examples of its arguments.
@@ -31,7 +32,11 @@ def wants_cuda_graphs(mode: str | None) -> bool:
 
 @contextmanager
 def inductor(
-    mode: str | None, tag: str, capture: bool = True, direct: Iterable[OpOverload] = ()
+    mode: str | None,
+    tag: str,
+    capture: bool = True,
+    direct: Iterable[OpOverload] = (),
+    modules: list[CompiledModule] | None = None,
 ) -> Iterator[Compile]:
     """Gives what compiles a graph, which has ops that tracing replaces by their kernels, for its
     examples. What it returns can be called when the context is left.
@@ -41,6 +46,7 @@ def inductor(
         tag: stands for what those kernels are; Inductor's caches know a graph by its ops only.
         capture: whether CUDA graphs may replay it.
         direct: ops that are called without PyTorch's dispatcher, see `kvpass._torch_cpp`.
+        modules: gets those of the generated code.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
@@ -51,6 +57,8 @@ def inductor(
     if not capture:
         patches[_CUDA_GRAPHS] = False
     own = config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}")  # type: ignore[attr-defined]
-    with own, batched_kernels(), trusted_vectors():
+    with own, batched_kernels() as loaded, trusted_vectors():
         compiler: Any = compile_fx
         yield partial(compiler, config_patches=patches)
+    if modules is not None:
+        modules += loaded

@@ -22,6 +22,7 @@ from kvpass._torch import (
     register_backend_once,
     trace_artifact,
 )
+from kvpass._torch_calls import CompiledModule
 from kvpass._torch_cpp import cpp_problem
 from kvpass._torch_inductor import inductor, inductor_modes, wants_cuda_graphs
 from kvpass.errors import OptionError, UnmatchedGraphError, unknown
@@ -38,6 +39,7 @@ from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
 from kvpass.ranks import agree_to_shard, agreed_ranks
 from kvpass.regional import compile_regions
+from kvpass.replay import Replayed, changed_arguments, replay_obstacle
 from kvpass.rules import BOUND_RULES, DECODING, Context, Event, apply_rules
 from kvpass.rules.diagnostics import bias_warnings, large_key_biases
 from kvpass.runtime import PackedCallable
@@ -67,8 +69,9 @@ def kvpass(
     Args:
         gm: Dynamo's graph.
         example_inputs: its example arguments.
-        mode: Inductor's mode. CUDA graphs (``reduce-overhead``) replay decode steps, where nothing
-            stands against it (`GraphReport.capture_obstacle`).
+        mode: Inductor's mode. With ``reduce-overhead`` decode steps are replayed, by CUDA graphs on
+            a GPU and by `kvpass.replay` on a CPU, where nothing stands against it
+            (`GraphReport.capture_obstacle`, ``replay_obstacle``).
         options: see `kvpass.options.parse_options`.
 
     Raises:
@@ -199,11 +202,46 @@ def lower_and_compile(
             lowered.recompile()
             report.bound = copy_module(lowered)
         check_capture(binding, examples, mode, report)
+        modules: list[CompiledModule] = []
         with report.timed("inner compile"):
-            inner = compile_inner(lowered, list(binding.examples), mode, opts.inner, report)
+            inner = compile_inner(
+                lowered, list(binding.examples), mode, opts.inner, report, modules
+            )
         with report.timed("lower"):
             if not lowering.failed_kernels():
-                return inner
+                return replay_steps(inner, lowered, binding, mode, report, modules)
+
+
+def replay_steps(
+    inner: Callable[..., Any],
+    module: GraphModule,
+    binding: Binding,
+    mode: str | None,
+    report: GraphReport,
+    modules: Sequence[CompiledModule],
+) -> Callable[..., Any]:
+    """On a CPU: what makes the calls of a step again, if the mode asks for it and nothing stands
+    against it."""
+    examples = binding.examples
+    wanted = wants_cuda_graphs(mode) and report.inner == "inductor" and not _on_gpu(examples)
+    if not wanted or makes_cache(binding):
+        return inner
+
+    def tell(reason: str) -> None:
+        report.replay_obstacle = reason
+        warn_once(f"mode={mode!r}: no step is replayed, for {reason}", report)
+
+    reason = report.capture_obstacle or replay_obstacle(module.graph, examples, binding.state)
+    if reason is None and len(modules) != report.regions[1]:
+        reason = "not all of its code is known"
+    if reason is not None:
+        tell(reason)
+        return inner
+    return Replayed(inner, modules, changed_arguments(module.graph), lowering.repeat, tell)
+
+
+def _on_gpu(examples: Sequence[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in examples)
 
 
 def check_capture(
@@ -212,9 +250,8 @@ def check_capture(
     """Whether CUDA graphs may replay the graph; warns if the mode asks for them in vain."""
     waiting = [choice.op for choice in report.choices if choice.waits]
     report.capture_obstacle = capture_obstacle(binding, waiting)
-    on_gpu = any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in examples)
     # A prompt is compiled for its own length: nobody expects to replay it.
-    wanted = on_gpu and wants_cuda_graphs(mode) and not makes_cache(binding)
+    wanted = _on_gpu(examples) and wants_cuda_graphs(mode) and not makes_cache(binding)
     if wanted and report.capture_obstacle is not None:
         reason = report.capture_obstacle
         warn_once(f"mode={mode!r}: no CUDA graph replays this step, for {reason}", report)
@@ -231,16 +268,22 @@ def publish(report: GraphReport) -> None:
 
 
 def compile_inner(
-    module: GraphModule, examples: list[Any], mode: str | None, compiler: str, report: GraphReport
+    module: GraphModule,
+    examples: list[Any],
+    mode: str | None,
+    compiler: str,
+    report: GraphReport,
+    modules: list[CompiledModule],
 ) -> Callable[..., Any]:
-    """Inductor's callable; where its C++ cannot be compiled the graph is run op by op."""
+    """Inductor's callable, whose code ``modules`` gets; where its C++ cannot be compiled the graph
+    is run op by op."""
     report.inner = compiler
     if compiler == "eager":
         return module
     try:
         capture = report.capture_obstacle is None
         tag, direct = lowering.cache_tag(), lowering.direct_ops()
-        with inductor(mode, tag, capture, direct) as compile_one:
+        with inductor(mode, tag, capture, direct, modules) as compile_one:
             compiled = compile_regions(module, examples, compile_one)
         # Kernels are there from here on.
         callee, report.regions = compiled

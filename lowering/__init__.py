@@ -3,6 +3,7 @@
 from lowering.choice import Choice, choose, compiler_problem, lower, served_by
 from lowering.codegen import generated_files
 from lowering.cpp.library import failed_kernels
+from lowering.cpp.replay import repeat
 from lowering.providers import direct_ops
 from lowering.triton.launch import compile_ahead
 from lowering.triton.tuning import TUNE_VARIABLE, Tuned, cache_tag, tunings
@@ -19,6 +20,7 @@ __all__ = [
     "failed_kernels",
     "generated_files",
     "lower",
+    "repeat",
     "served_by",
     "tunings",
 ]

@@ -79,6 +79,7 @@ def test_lowering_imports_the_meaning_of_ops_only():
         "kvpass.format.",
         "kvpass.errors.",
         "kvpass._torch.",
+        "kvpass._torch_calls.",
         "kvpass._torch_cpp.",
         "kvpass._torch_sizes.",
     )
@@ -131,7 +132,8 @@ def test_no_module_imports_itself_through_others():
 
 # What is used of PyTorch, and of Inductor for a GPU that is not there.
 PRIVATE = tuple(
-    f"kvpass/_torch{x}.py" for x in ("", "_cpp", "_gpu", "_inductor", "_libraries", "_sizes")
+    f"kvpass/_torch{x}.py"
+    for x in ("", "_calls", "_cpp", "_gpu", "_inductor", "_libraries", "_sizes")
 )
 
 

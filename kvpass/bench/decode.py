@@ -83,10 +83,11 @@ def bench_decode(
     for name in recipes:
         make = partial(packed_contender, setting, model, name)
         contenders.append(made_or_failing(f"kvpass {name}", make, go_on))
-    # CUDA graphs replay steps.
-    for name in recipes if setting.device.type == "cuda" else ():
+    # Steps are replayed.
+    for name in recipes if setting.inner == "inductor" else ():
         make = partial(packed_contender, setting, model, name, "reduce-overhead")
         contenders.append(made_or_failing(f"kvpass {name}, reduce-overhead", make, go_on))
+    for name in recipes if setting.device.type == "cuda" else ():
         make = partial(packed_static_contender, setting, model, name, room)
         contenders.append(made_or_failing(f"kvpass {name}, StaticCache", make, go_on))
     contenders += plain_contenders(setting, model, room)

@@ -83,6 +83,7 @@ def _row(report: Any) -> dict[str, Any]:
         "recipe": report.recipe,
         "seconds": report.seconds,
         "capture_obstacle": report.capture_obstacle,
+        "replay_obstacle": report.replay_obstacle,
         "warnings": report.warnings,
         "events": [asdict(event) for event in report.events],
         "choices": [asdict(choice) for choice in report.choices],

@@ -41,7 +41,8 @@ class GraphReport:
         inner: what compiled the graph.
         regions: of how many regions it consists, and how many were compiled: those that are alike
             once.
-        capture_obstacle: why CUDA graphs may not replay it; None if they may.
+        capture_obstacle: why no step of it can be replayed; None if CUDA graphs may.
+        replay_obstacle: why none is, though the mode asks for it on a CPU.
         seconds: for each named pass.
         kernels: returns the generated source files of this process so far, and the op of each.
         live: the cache tensors that the last call returned.
@@ -59,6 +60,7 @@ class GraphReport:
     inner: str = "inductor"
     regions: tuple[int, int] = (1, 1)
     capture_obstacle: str | None = None
+    replay_obstacle: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     kernels: Callable[[], Mapping[Path, str]] = dict
     live: list[weakref.ref[PackedKV]] = field(default_factory=list)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvpass._torch_calls import call_packed
 from kvpass._torch_cpp import cpp_problem, start_cpp
 from kvpass.format.retention import MAX_STEP
 from lowering.codegen import write_source
@@ -45,7 +46,7 @@ _CONTRACTION = {
     "tensor": "-ffp-contract=off",
 }
 # What functions return, but for those that return nothing.
-_RESULTS = {"append": "int64_t"}
+_RESULTS = {"append": "int64_t", "replay": "int64_t"}
 log = logging.getLogger(__name__)
 
 
@@ -163,7 +164,7 @@ def load_function(op: str, text: str) -> Callable[[bytes], Any]:
     function = getattr(_started(_kind(op), text)(), op)
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64 if op in _RESULTS else None
-    return function  # type: ignore[no-any-return]
+    return partial(call_packed, function)
 
 
 def packed_function(op: str, text: str, struct: Struct) -> Callable[..., Any]:

@@ -270,6 +270,12 @@ def linear_struct(layers: int) -> Struct:
     return Struct(LINEAR.name, LINEAR.members + layers * LINEAR_LAYER.members)
 
 
+REPLAY = Struct(
+    arguments_name("replay"),
+    (("const int64_t*", "calls"), *_numbers("count"), ("char*", "message"), *_numbers("room")),
+)
+
+
 _SEGMENT = (
     ("const int32_t*", "positions"),
     *_numbers("positions_count", "segments", "segment"),

@@ -133,6 +133,7 @@ class Binding:
         dropped: numbers among Dynamo's arguments that the inner graph does not get.
         replayed: the very last argument tells the inner graph what room cache tensors have.
         growing: what of the inner graph changes at every step, if anything does.
+        state: positions of the inner tensors of caches among the inner graph's arguments.
         examples: fake or real example arguments of the inner graph.
     """
 
@@ -149,4 +150,5 @@ class Binding:
     dropped: frozenset[int]
     replayed: bool
     growing: str | None
+    state: frozenset[int]
     examples: tuple[Any, ...]

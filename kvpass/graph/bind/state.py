@@ -75,6 +75,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
     """
     binder = _Binder(graph, replayed)
     examples = binder.bind_inputs(example_inputs)
+    inner = {node for nodes in binder.state.values() for node in nodes}
     for node in list(graph.nodes):
         binder.bind_op(node)
     buffers = tuple(binder.plain_buffers())
@@ -102,6 +103,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
         dropped=frozenset(dropped),
         replayed=bool(room),
         growing=growing_argument(graph, packed),
+        state=frozenset(i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in inner),
         examples=tuple(x for i, x in enumerate(examples) if i not in dropped.values()),
     )
 

@@ -1,0 +1,172 @@
+"""Recording what compiled code calls, through private PyTorch APIs: C++ functions by their
+addresses, PyTorch's ops as they are."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpass._torch import tree_leaves
+
+_empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+# Ops that may be called again in another process of the same step, or on another device.
+_NAMESPACES = {"aten", "kvpass", "mkldnn"}
+# The most numbers that a recorded function takes.
+MOST_NUMBERS = 64
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a C++ function.
+
+    Attributes:
+        address: of the function.
+        count: of the numbers that it takes, each of 8 bytes; -1: one, and a result that is not
+            negative says that nothing was done.
+        numbers: addresses and sizes.
+    """
+
+    address: int
+    count: int
+    numbers: tuple[int, ...]
+
+
+# A call of one of PyTorch's ops, whose results go where they went.
+Again = Callable[[], None]
+
+
+@dataclass(eq=False)
+class CompiledModule:
+    """A module of Inductor's generated code.
+
+    Attributes:
+        scope: its global names.
+        foreign: whether it has kernels that cannot be recorded.
+        addresses: of the others.
+    """
+
+    scope: dict[str, Any]
+    foreign: bool
+    addresses: dict[str, int] = field(default_factory=dict)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes all that compiled code calls in this thread, while it is active.
+
+    Attributes:
+        calls: in their order.
+        held: what the calls read and write, which must not be freed.
+        problem: why they cannot be made again, if that is so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call | Again] = []
+        self.held: list[Any] = []
+        self.problem: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        results = func(*args, **given)
+        # A view's address stays.
+        self.held.append(results)
+        if not func.is_view:
+            self._note_op(func, args, given, results)
+        return results
+
+    def _note_op(self, func: OpOverload, args: Any, given: Any, results: Any) -> None:
+        made = tree_leaves(results)
+        if func.namespace not in _NAMESPACES or not all(isinstance(x, Tensor) for x in made):
+            self.problem = self.problem or f"it calls {func.name()}"
+        elif func._schema.is_mutable:
+            self.calls.append(lambda: func(*args, **given))
+        else:
+
+            def again() -> None:
+                for to, x in zip(made, tree_leaves(func(*args, **given)), strict=True):
+                    to.copy_(x)
+
+            self.calls.append(again)
+
+    def note_packed(self, function: Any, packed: bytes) -> None:
+        """A call of a function that takes a packed struct."""
+        struct = ctypes.create_string_buffer(packed, len(packed))
+        self.held.append(struct)
+        address = ctypes.cast(function, ctypes.c_void_p).value or 0
+        count = 1 if function.restype is None else -1
+        self.calls.append(Call(address, count, (ctypes.addressof(struct),)))
+
+    def note_kernel(self, address: int, args: Sequence[Any]) -> None:
+        """A call of one of Inductor's kernels."""
+        self.held.append(args)
+        if not all(isinstance(x, Tensor) or type(x) is int for x in args):
+            self.problem = self.problem or "a kernel takes other numbers than integers"
+            return
+        if len(args) > MOST_NUMBERS:
+            self.problem = self.problem or f"a kernel takes more than {MOST_NUMBERS} arguments"
+        numbers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
+        self.calls.append(Call(address, len(numbers), numbers))
+
+
+# Of each thread that records.
+_recorders: dict[int, Recorder] = {}
+
+
+def _recorder() -> Recorder | None:
+    return _recorders.get(get_ident()) if _recorders else None
+
+
+def call_packed(function: Any, packed: bytes) -> Any:
+    """Calls a function that takes a packed struct."""
+    if recorder := _recorder():
+        recorder.note_packed(function, packed)
+    return function(packed)
+
+
+def empty_strided_cpu(*args: Any) -> Tensor:
+    """An unwritten tensor, as Inductor's code makes its own."""
+    made: Tensor = _empty_strided_cpu(*args)
+    if recorder := _recorder():
+        recorder.held.append(made)
+    return made
+
+
+@contextmanager
+def recording(modules: Sequence[CompiledModule]) -> Iterator[Recorder]:
+    """Records what this thread calls in these modules."""
+    recorder, saved = Recorder(), [dict(module.scope) for module in modules]
+    for module in modules:
+        if module.foreign:
+            recorder.problem = "it has kernels of a kind that is not recorded"
+        if "empty_strided_cpu" in module.scope:
+            module.scope["empty_strided_cpu"] = empty_strided_cpu
+        for name, address in module.addresses.items():
+            module.scope[name] = _noting(module.scope[name], address)
+    _recorders[get_ident()] = recorder
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        del _recorders[get_ident()]
+        for module, scope in zip(modules, saved, strict=True):
+            module.scope.update(scope)
+
+
+def _noting(kernel: Callable[..., None], address: int) -> Callable[..., None]:
+    def noted(*args: Any) -> None:
+        if recorder := _recorder():
+            recorder.note_kernel(address, args)
+        kernel(*args)
+
+    return noted

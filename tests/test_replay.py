@@ -1,0 +1,287 @@
+"""Replayed decode steps on a CPU, against the same compiled steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch.fx import Graph
+from transformers import DynamicCache, StaticCache
+
+from kvpass import explain, recipe
+from kvpass._torch_calls import Call, CompiledModule, recording
+from kvpass.errors import KernelError
+from kvpass.replay import Replayed, changed_arguments, replay_obstacle
+from lowering.cpp.replay import Loop, repeat
+from tests.harness import run_steps
+from tests.models import prompt, tiny_model
+
+KIVI = recipe("kivi-2bit", group=16, residual=16)
+MODE = {"recipe": KIVI, "mode": "reduce-overhead"}
+CACHES = {DynamicCache: {}, StaticCache: {"max_cache_len": 512}}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How often compiled code was called, steps were recorded, and made again."""
+    counts = Counter()
+    record, unknown, call = Replayed._record, Replayed._call_unknown, Replayed.__call__
+
+    def counted(name, real):
+        def wrapper(self, *args):
+            counts[name] += 1
+            return real(self, *args)
+
+        return wrapper
+
+    monkeypatch.setattr(Replayed, "_record", counted("recorded", record))
+    monkeypatch.setattr(Replayed, "_call_unknown", counted("unknown", unknown))
+    monkeypatch.setattr(Replayed, "__call__", counted("all", call))
+    return counts
+
+
+def compiled(layers=2, **options):
+    model = tiny_model("llama", layers=layers)
+    model.compile(backend="kvpass", options={**MODE, **options})
+    return model
+
+
+def decode(model, ids, lengths, cache=None, kind=DynamicCache):
+    cache = kind(config=model.config, **CACHES[kind]) if cache is None else cache
+    return run_steps(model, ids, lengths, cache=cache)
+
+
+def expected(model, monkeypatch, *args, **kwargs):
+    """What the graphs compute that are there, none of them replayed."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Replayed, "__call__", lambda self, *given: self._compiled(*given))
+        return decode(model, *args, **kwargs)[0]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_replayed_steps_are_those_of_the_graph(kind, steps, monkeypatch):
+    """Past the ends of windows, of tiles, and of the room that a cache begins with."""
+    model, ids, lengths = compiled(), prompt(1, 290), [250, *[1] * 40]
+    logits, _ = decode(model, ids, lengths, kind=kind)
+    assert steps["all"] == 40
+    # Two calls to meet memory again, each time that it is another.
+    assert 2 <= steps["unknown"] <= 2 * steps["recorded"] <= 6
+    assert torch.equal(logits, expected(model, monkeypatch, ids, lengths, kind=kind))
+    assert {graph.replay_obstacle for graph in explain(model).graphs} == {None}
+
+
+def test_caches_threads_and_numbers_of_threads(steps, monkeypatch):
+    model, threads = compiled(), torch.get_num_threads()
+    texts = [prompt(1, 60, seed=seed) for seed in (1, 2)]
+    wanted = [expected(model, monkeypatch, ids, [40, *[1] * 20]) for ids in texts]
+    caches = [decode(model, ids[:, :40], [40])[1] for ids in texts]
+    for at in range(40, 60, 4):
+        for ids, cache, logits in zip(texts, caches, wanted, strict=True):
+            found, _ = decode(model, ids[:, at : at + 4], [1] * 4, cache)
+            assert torch.equal(found, logits[:, at : at + 4])
+    assert steps["recorded"] == 2
+    before = Counter(steps)
+    torch.set_num_threads(threads + 1)
+    try:
+        decode(model, texts[0][:, :3], [1] * 3, caches[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert steps["recorded"] == before["recorded"] + 1
+
+
+def test_a_step_that_another_thread_makes_is_not_made_at_once(steps, monkeypatch):
+    model, ids = compiled(layers=1), prompt(1, 60)
+    wanted = expected(model, monkeypatch, ids, [40, *[1] * 20])
+    made = []
+    real = Replayed._record
+
+    def record(self, args):
+        made.append(real(self, args))
+        return made[-1]
+
+    monkeypatch.setattr(Replayed, "_record", record)
+    _, cache = decode(model, ids, [40, *[1] * 4])
+    ((recorded, _),) = made
+    with recorded.lock:
+        busy, _ = decode(model, ids[:, 44:50], [1] * 6, cache)
+    free, _ = decode(model, ids[:, 50:], [1] * 10, cache)
+    assert torch.equal(torch.cat([busy, free], 1), wanted[:, 44:])
+    assert len(made) == 1
+
+
+def test_a_failed_step_leaves_the_cache_as_it_was(steps, monkeypatch):
+    """Of a token that is none, in the first call, and of a call amidst the step."""
+    model, ids = compiled(), prompt(1, 60)
+    wanted = expected(model, monkeypatch, ids, [40, *[1] * 20])
+    _, cache = decode(model, ids, [40, *[1] * 6])
+    bad = ids.clone()
+    bad[:, 46] = 5000
+    before = Counter(steps)
+    with pytest.raises(KernelError, match=r"Call 0 of \d+ of a replayed step failed: .*bounds"):
+        decode(model, bad[:, 46:47], [1], cache)
+    again, _ = decode(model, ids[:, 46:50], [1] * 4, cache)
+    assert torch.equal(again, wanted[:, 46:50])
+    call, failed = Loop.__call__, []
+
+    def fail(self):
+        call(self)
+        if self._count > 1 and not failed:
+            failed.append(True)
+            raise KernelError("no")
+
+    monkeypatch.setattr(Loop, "__call__", fail)
+    with pytest.raises(KernelError, match="no"):
+        decode(model, ids[:, 50:51], [1], cache)
+    again, _ = decode(model, ids[:, 50:], [1] * 10, cache)
+    assert torch.equal(again, wanted[:, 50:])
+    assert steps["unknown"] == before["unknown"]
+
+
+def test_what_cannot_be_replayed_warns():
+    """OPT's positions count on the host; numbers that change are seen when they have."""
+    for family, reason in (
+        ("opt", "its argument .* is the number of tokens in the cache"),
+        ("mistral", "a number among its arguments is another one at every step"),
+    ):
+        model = tiny_model(family, layers=1)
+        model.compile(backend="kvpass", options=MODE)
+        with pytest.warns(UserWarning, match=f"no step is replayed, for {reason}"):
+            run_steps(
+                model, prompt(1, 56), [40, *[1] * 16], cache=DynamicCache(config=model.config)
+            )
+        assert explain(model).graphs[-1].replay_obstacle is not None
+
+
+def test_other_modes_and_compilers_replay_nothing(steps):
+    model, twin = compiled(layers=1, mode=None), compiled(layers=1, inner="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for m in (model, twin):
+            decode(m, prompt(1, 44), [40, *[1] * 4])
+    assert not steps
+
+
+def small_graph(build):
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["example_value"], y.meta["example_value"] = torch.ones(4), torch.ones(4)
+    graph.output((build(graph, x, y),))
+    return graph
+
+
+def test_what_a_graph_may_write_to_is_never_copied():
+    def into_y(graph, x, y):
+        return graph.call_method("add_", (y, x))
+
+    def into_a_view(graph, x, y):
+        view = graph.call_method("view", (x, 2, 2))
+        view.meta["example_value"] = x.meta["example_value"].view(2, 2)
+        return graph.call_method("add_", (view, 1))
+
+    def into_the_unknown(graph, x, y):
+        return graph.call_method("add_", (graph.call_method("view", (x, 2, 2)), 1))
+
+    def nothing(graph, x, y):
+        return graph.call_function(torch.add, (x, y))
+
+    builders = (into_y, into_a_view, into_the_unknown, nothing)
+    assert [changed_arguments(small_graph(b)) for b in builders] == [{1}, {0}, {0, 1}, set()]
+
+
+def test_arguments_that_stand_against_it():
+    graph = small_graph(lambda graph, x, y: x)
+    plain, meta = torch.ones(4), torch.ones(4, device="meta")
+    assert replay_obstacle(graph, [plain, plain], ()) is None
+    assert replay_obstacle(graph, [plain, meta], ()) == (
+        "its argument y is no plain tensor on the CPU"
+    )
+    leaf = torch.ones(4, requires_grad=True)
+    assert replay_obstacle(graph, [plain, leaf], ()) == "it is differentiated"
+    with torch.no_grad():
+        assert replay_obstacle(graph, [plain, leaf], ()) is None
+
+
+def recorded(function, *args):
+    """A `Replayed` of Python code, called twice, and why it refused."""
+    reasons = []
+    replayed = Replayed(function, [], set(), repeat, reasons.append)
+    for _ in range(2):
+        replayed(*args)
+    return replayed, reasons
+
+
+def test_ops_of_pytorch_are_called_again():
+    """Those that make tensors, that write, and views; results are new at each call."""
+    sums = torch.zeros(3)
+
+    def step(x, n):
+        sums.add_(x[:3])
+        return [torch.mul(x, 2).view(2, 2), x, sums + n, n]
+
+    x = torch.arange(4.0)
+    replayed, reasons = recorded(step, x, 5)
+    assert (reasons, len(replayed._recordings)) == ([], 1)
+    calls = []
+    replayed._compiled = calls.append
+    first, passed, second, number = replayed(x, 5)
+    torch.testing.assert_close(first, torch.tensor([[0.0, 2.0], [4.0, 6.0]]))
+    torch.testing.assert_close(second, 3 * x[:3] + 5)
+    assert (passed is x, number, calls) == (True, 5, [])
+    x.copy_(torch.ones(4))
+    replayed(x, 5)
+    assert first[1, 1] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (lambda x: [x + x.sum().item()], "it calls aten::_local_scalar_dense"),
+        (lambda x: [x[1:]], "a result is a part of an argument"),
+    ],
+)
+def test_steps_that_read_or_give_away_memory_are_refused(step, reason):
+    replayed, reasons = recorded(step, torch.ones(4))
+    assert reasons == [reason]
+    assert torch.equal(replayed(torch.ones(4))[0], step(torch.ones(4))[0])
+
+
+def test_arguments_that_move_are_copied_if_they_are_small_and_only_read():
+    def step(x, n):
+        return [x * 2]
+
+    for size, changed, copies in ((4, set(), {0}), (4, {0}, set()), (2**15, set(), set())):
+        replayed = Replayed(step, [], changed, repeat, pytest.fail)
+        kept = [torch.full((size,), float(i)) for i in range(4)]
+        for x in kept:
+            assert torch.equal(replayed(x, 1)[0], x * 2)
+        assert replayed._copied == copies
+
+
+def test_kernels_that_cannot_be_recorded():
+    with recording([CompiledModule({}, foreign=True)]) as recorder:
+        pass
+    assert recorder.problem == "it has kernels of a kind that is not recorded"
+    scope = {"kernel": lambda *args: None}
+    module = CompiledModule(scope, False, {"kernel": 1})
+    kernel = scope["kernel"]
+    with recording([module]) as recorder:
+        scope["kernel"](torch.ones(2), 0.5)
+    assert recorder.problem == "a kernel takes other numbers than integers"
+    assert scope["kernel"] is kernel
+    x = torch.ones(2)
+    with recording([module]) as recorder:
+        scope["kernel"](x, 7)
+    assert recorder.calls == [Call(1, 2, (x.data_ptr(), 7))]
+    with recording([module]) as recorder:
+        scope["kernel"](*range(65))
+    assert recorder.problem == "a kernel takes more than 64 arguments"
+
+
+def test_a_call_that_refuses_ends_the_step():
+    loop = Loop([])
+    loop()
+    loop._function, loop._count = lambda packed: 3, 5
+    with pytest.raises(KernelError, match=r"Call 3 of 5 .* has no room; make it with"):
+        loop()
