@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpass._torch import tree_leaves
+from kvpass._torch import storage_key, tree_leaves, tree_map_only
 
 _empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 # Ops that may be called again in another process of the same step, or on another device.
@@ -40,8 +40,30 @@ class Call:
     numbers: tuple[int, ...]
 
 
-# A call of one of PyTorch's ops, whose results go where they went.
-Again = Callable[[], None]
+# A call of one of PyTorch's ops, whose results go where they went; it takes a step's arguments.
+Again = Callable[[Sequence[Any]], None]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor in the memory of an argument, which would be kept alive by it.
+
+    Attributes:
+        position: of the argument.
+        place: size, stride and offset of a view of it; None for all of it.
+    """
+
+    position: int
+    place: tuple[Sequence[int], Sequence[int], int] | None
+
+    def of(self, args: Sequence[Any]) -> Tensor:
+        """The same part of another step's argument."""
+        whole: Tensor = args[self.position]
+        return whole if self.place is None else whole.as_strided(*self.place)
+
+
+def _place(x: Tensor) -> tuple[Sequence[int], Sequence[int], int]:
+    return x.shape, x.stride(), int(x.storage_offset())
 
 
 @dataclass(eq=False)
@@ -64,40 +86,56 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         calls: in their order.
-        held: what the calls read and write, which must not be freed.
+        held: what the calls read and write, which must not be freed, but for the arguments.
         problem: why they cannot be made again, if that is so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, args: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call | Again] = []
         self.held: list[Any] = []
         self.problem: str | None = None
+        tensors = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
+        self._known = {storage_key(x): (i, x.dtype, _place(x)) for i, x in tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
         results = func(*args, **given)
-        # A view's address stays.
-        self.held.append(results)
-        if not func.is_view:
-            self._note_op(func, args, given, results)
-        return results
-
-    def _note_op(self, func: OpOverload, args: Any, given: Any, results: Any) -> None:
         made = tree_leaves(results)
+        self.hold(made)
         if func.namespace not in _NAMESPACES or not all(isinstance(x, Tensor) for x in made):
             self.problem = self.problem or f"it calls {func.name()}"
-        elif func._schema.is_mutable:
-            self.calls.append(lambda: func(*args, **given))
-        else:
+        # A view's address stays.
+        elif not func.is_view:
+            self._note_op(func, args, given, made)
+        return results
 
-            def again() -> None:
-                for to, x in zip(made, tree_leaves(func(*args, **given)), strict=True):
-                    to.copy_(x)
+    def hold(self, values: Sequence[Any]) -> None:
+        """Keeps tensors, but for the arguments and their parts."""
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        self.held += [x for x in tensors if storage_key(x) not in self._known]
 
-            self.calls.append(again)
+    def _part(self, x: Tensor) -> Tensor | _Part:
+        if storage_key(x) not in self._known:
+            return x
+        position, dtype, place = self._known[storage_key(x)]
+        if x.dtype != dtype:
+            self.problem = self.problem or "it reads an argument as another dtype"
+        return _Part(position, None if _place(x) == place else _place(x))
+
+    def _note_op(self, func: OpOverload, args: Any, given: Any, made: Sequence[Tensor]) -> None:
+        writes = func._schema.is_mutable
+        noted = tree_map_only(Tensor, self._part, (args, given, () if writes else tuple(made)))
+
+        def again(step: Sequence[Any]) -> None:
+            called, options, places = tree_map_only(_Part, lambda part: part.of(step), noted)
+            results = func(*called, **options)
+            for to, x in zip(places, tree_leaves(results), strict=False):
+                to.copy_(x)
+
+        self.calls.append(again)
 
     def note_packed(self, function: Any, packed: bytes) -> None:
         """A call of a function that takes a packed struct."""
@@ -109,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
     def note_kernel(self, address: int, args: Sequence[Any]) -> None:
         """A call of one of Inductor's kernels."""
-        self.held.append(args)
+        self.hold(args)
         if not all(isinstance(x, Tensor) or type(x) is int for x in args):
             self.problem = self.problem or "a kernel takes other numbers than integers"
             return
@@ -138,14 +176,14 @@ def empty_strided_cpu(*args: Any) -> Tensor:
     """An unwritten tensor, as Inductor's code makes its own."""
     made: Tensor = _empty_strided_cpu(*args)
     if recorder := _recorder():
-        recorder.held.append(made)
+        recorder.hold([made])
     return made
 
 
 @contextmanager
-def recording(modules: Sequence[CompiledModule]) -> Iterator[Recorder]:
-    """Records what this thread calls in these modules."""
-    recorder, saved = Recorder(), [dict(module.scope) for module in modules]
+def recording(modules: Sequence[CompiledModule], args: Sequence[Any]) -> Iterator[Recorder]:
+    """Records what this thread calls in these modules, in a step with these arguments."""
+    recorder, saved = Recorder(args), [dict(module.scope) for module in modules]
     for module in modules:
         if module.foreign:
             recorder.problem = "it has kernels of a kind that is not recorded"

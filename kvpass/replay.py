@@ -75,10 +75,11 @@ class _Recording:
     lock: threading.Lock
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
+        given = list(args)
         for position, own in self.copied:
-            own.copy_(args[position])
+            given[position] = own.copy_(args[position])
         for part in self.parts:
-            part()
+            part(given)
         return [_passed_on(x, args) for x in self.results]
 
 
@@ -184,7 +185,7 @@ class Replayed:
         given = list(args)
         for position, own in copied:
             given[position] = own
-        with recording(self._modules) as recorder:
+        with recording(self._modules, given) as recorder:
             results = self._compiled(*given)
         positions = {id(x): i for i, x in enumerate(given) if isinstance(x, Tensor)}
         made = [_Argument(positions[id(x)]) if id(x) in positions else x for x in results]

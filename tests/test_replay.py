@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections import Counter
 
 import pytest
@@ -125,8 +127,8 @@ def test_a_failed_step_leaves_the_cache_as_it_was(steps, monkeypatch):
     assert torch.equal(again, wanted[:, 46:50])
     call, failed = Loop.__call__, []
 
-    def fail(self):
-        call(self)
+    def fail(self, args):
+        call(self, args)
         if self._count > 1 and not failed:
             failed.append(True)
             raise KernelError("no")
@@ -247,6 +249,29 @@ def test_steps_that_read_or_give_away_memory_are_refused(step, reason):
     assert torch.equal(replayed(torch.ones(4))[0], step(torch.ones(4))[0])
 
 
+def test_a_recording_keeps_no_argument_alive():
+    """Neither a weight nor a cache, whole or in parts."""
+    weight, x = torch.ones(3, 4), torch.ones(2, 4)
+    replayed, reasons = recorded(lambda x, w: [x @ w.t(), w[1:].sum(0), w + 1], x, weight)
+    assert (reasons, len(replayed._recordings)) == ([], 1)
+    weight.fill_(3.0)
+    found = replayed(x, weight)
+    assert [float(y.flatten()[0]) for y in found] == [12.0, 6.0, 4.0]
+    alive = weakref.ref(weight)
+    del weight
+    assert alive() is None
+
+
+def test_a_cache_is_freed_whose_steps_are_kept(steps):
+    model = compiled(layers=1)
+    _, cache = decode(model, prompt(1, 46), [40, *[1] * 6])
+    assert steps["recorded"] == 1
+    alive = [weakref.ref(x) for x in (*cache.layers[0].keys.state, *cache.layers[0].values.state)]
+    del cache
+    gc.collect()
+    assert [x() for x in alive] == [None] * len(alive)
+
+
 def test_arguments_that_move_are_copied_if_they_are_small_and_only_read():
     def step(x, n):
         return [x * 2]
@@ -260,21 +285,21 @@ def test_arguments_that_move_are_copied_if_they_are_small_and_only_read():
 
 
 def test_kernels_that_cannot_be_recorded():
-    with recording([CompiledModule({}, foreign=True)]) as recorder:
+    with recording([CompiledModule({}, foreign=True)], []) as recorder:
         pass
     assert recorder.problem == "it has kernels of a kind that is not recorded"
     scope = {"kernel": lambda *args: None}
     module = CompiledModule(scope, False, {"kernel": 1})
     kernel = scope["kernel"]
-    with recording([module]) as recorder:
+    with recording([module], []) as recorder:
         scope["kernel"](torch.ones(2), 0.5)
     assert recorder.problem == "a kernel takes other numbers than integers"
     assert scope["kernel"] is kernel
     x = torch.ones(2)
-    with recording([module]) as recorder:
+    with recording([module], []) as recorder:
         scope["kernel"](x, 7)
     assert recorder.calls == [Call(1, 2, (x.data_ptr(), 7))]
-    with recording([module]) as recorder:
+    with recording([module], []) as recorder:
         scope["kernel"](*range(65))
     assert recorder.problem == "a kernel takes more than 64 arguments"
 

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class Loop:
             ctypes.addressof(self._message), _MESSAGE_BYTES,
         )  # fmt: skip
 
-    def __call__(self) -> None:
+    def __call__(self, _args: Sequence[Any] = ()) -> None:
         """Makes the calls.
 
         Raises:
