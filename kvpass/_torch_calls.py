@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass._torch import storage_key, tree_leaves, tree_map_only
@@ -20,8 +21,12 @@ from kvpass._torch import storage_key, tree_leaves, tree_map_only
 _empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 # Ops that may be called again in another process of the same step, or on another device.
 _NAMESPACES = {"aten", "kvpass", "mkldnn"}
+# What reads a tensor without calling an op.
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 # The most numbers that a recorded function takes.
 MOST_NUMBERS = 64
+# Bytes of a step's intermediate results, none of which is freed: beyond, memory is dearer.
+_MOST_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,20 @@ def _place(x: Tensor) -> tuple[Sequence[int], Sequence[int], int]:
     return x.shape, x.stride(), int(x.storage_offset())
 
 
+def _fill(value: Any) -> Callable[[Sequence[Any]], Any] | None:
+    """What puts a step's arguments into an op's, where that has parts of them."""
+    if isinstance(value, _Part):
+        return value.of
+    if not isinstance(value, list | tuple):
+        return None
+    fills = [_fill(x) for x in value]
+    if not any(fills):
+        return None
+    return lambda step: [
+        x if fill is None else fill(step) for x, fill in zip(value, fills, strict=True)
+    ]
+
+
 @dataclass(eq=False)
 class CompiledModule:
     """A module of Inductor's generated code.
@@ -95,6 +114,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call | Again] = []
         self.held: list[Any] = []
         self.problem: str | None = None
+        self._bytes: dict[int, int] = {}
         tensors = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
         self._known = {storage_key(x): (i, x.dtype, _place(x)) for i, x in tensors}
 
@@ -114,8 +134,11 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, values: Sequence[Any]) -> None:
         """Keeps tensors, but for the arguments and their parts."""
-        tensors = [x for x in values if isinstance(x, Tensor)]
-        self.held += [x for x in tensors if storage_key(x) not in self._known]
+        new = [x for x in values if isinstance(x, Tensor) and storage_key(x) not in self._known]
+        self.held += new
+        self._bytes |= {storage_key(x): x.untyped_storage().nbytes() for x in new}
+        if sum(self._bytes.values()) > _MOST_BYTES:
+            self.problem = self.problem or f"its results between take over {_MOST_BYTES} bytes"
 
     def _part(self, x: Tensor) -> Tensor | _Part:
         if storage_key(x) not in self._known:
@@ -126,14 +149,20 @@ class Recorder(TorchDispatchMode):
         return _Part(position, None if _place(x) == place else _place(x))
 
     def _note_op(self, func: OpOverload, args: Any, given: Any, made: Sequence[Tensor]) -> None:
-        writes = func._schema.is_mutable
-        noted = tree_map_only(Tensor, self._part, (args, given, () if writes else tuple(made)))
+        noted, named = tree_map_only(Tensor, self._part, (args, given))
+        fills = [(i, fill) for i, x in enumerate(noted) if (fill := _fill(x)) is not None]
+        options = [(name, fill) for name, x in named.items() if (fill := _fill(x)) is not None]
+        places = () if func._schema.is_mutable else [self._part(x) for x in made]
 
         def again(step: Sequence[Any]) -> None:
-            called, options, places = tree_map_only(_Part, lambda part: part.of(step), noted)
-            results = func(*called, **options)
-            for to, x in zip(places, tree_leaves(results), strict=False):
-                to.copy_(x)
+            called, given = list(noted), dict(named)
+            for i, fill in fills:
+                called[i] = fill(step)
+            for name, fill in options:
+                given[name] = fill(step)
+            results = func(*called, **given)
+            for place, x in zip(places, tree_leaves(results) if places else (), strict=True):
+                (place.of(step) if isinstance(place, _Part) else place).copy_(x)
 
         self.calls.append(again)
 
@@ -155,6 +184,21 @@ class Recorder(TorchDispatchMode):
             self.problem = self.problem or f"a kernel takes more than {MOST_NUMBERS} arguments"
         numbers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
         self.calls.append(Call(address, len(numbers), numbers))
+
+
+class _HostReads(TorchFunctionMode):
+    """Notes that numbers of a tensor are read past the dispatcher: those of another step differ."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READING:
+            self._recorder.problem = self._recorder.problem or "it reads a tensor on the host"
+        return func(*args, **(kwargs or {}))
 
 
 # Of each thread that records.
@@ -193,7 +237,7 @@ def recording(modules: Sequence[CompiledModule], args: Sequence[Any]) -> Iterato
             module.scope[name] = _noting(module.scope[name], address)
     _recorders[get_ident()] = recorder
     try:
-        with recorder:
+        with recorder, _HostReads(recorder):
             yield recorder
     finally:
         del _recorders[get_ident()]

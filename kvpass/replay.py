@@ -22,7 +22,9 @@ _MOST_COPIED = 2**16
 # Caches whose steps are kept, each with the memory of a step's intermediate results.
 _MOST_RECORDINGS = 4
 # Steps in a row with another number of the host, behind which nobody waits for two alike.
-_MOST_NUMBERS = 8
+_MOST_CHANGES = 8
+# One thread at a time records: graphs may have modules in common.
+_recording = threading.Lock()
 
 
 def changed_arguments(graph: Graph) -> set[int]:
@@ -150,16 +152,21 @@ class Replayed:
         if not all(self._may_be_copied(i, args[i]) for i in moved):
             self._count_numbers(any(not isinstance(args[i], Tensor) for i in moved))
             return self._compiled(*args)
-        if moved:
-            self._copied |= moved
-            self._fixed = [i for i in range(len(args)) if i not in self._copied]
-            self._recordings.clear()
-        recording, results = self._record(args)
-        if recording is not None:
-            while len(self._recordings) >= _MOST_RECORDINGS:
-                del self._recordings[next(iter(self._recordings))]
-            self._recordings[self._place(numbers)] = recording
-        return results
+        if not _recording.acquire(blocking=False):
+            return self._compiled(*args)
+        try:
+            if moved:
+                self._copied |= moved
+                self._fixed = [i for i in range(len(args)) if i not in self._copied]
+                self._recordings.clear()
+            recorded, results = self._record(args)
+            if recorded is not None:
+                while len(self._recordings) >= _MOST_RECORDINGS:
+                    del self._recordings[next(iter(self._recordings))]
+                self._recordings[self._place(numbers)] = recorded
+            return results
+        finally:
+            _recording.release()
 
     def _place(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """What a recording is made for: the memory, and how it is used."""
@@ -168,7 +175,7 @@ class Replayed:
 
     def _count_numbers(self, changed: bool) -> None:
         self._numbers = self._numbers + 1 if changed else 0
-        if self._numbers == _MOST_NUMBERS:
+        if self._numbers == _MOST_CHANGES:
             self._refuse("a number among its arguments is another one at every step")
 
     def _refuse(self, reason: str) -> None:
@@ -176,12 +183,17 @@ class Replayed:
         self._tell(reason)
 
     def _may_be_copied(self, position: int, value: Any) -> bool:
-        small = isinstance(value, Tensor) and value.nbytes <= _MOST_COPIED
-        return small and position not in self._changed
+        if not isinstance(value, Tensor) or position in self._changed:
+            return False
+        sizes = list(zip(value.shape, value.stride(), strict=True))
+        extent = 1 + sum((size - 1) * stride for size, stride in sizes)
+        # One that repeats elements cannot be written.
+        repeats = any(size > 1 and stride == 0 for size, stride in sizes)
+        return not repeats and extent * value.itemsize <= _MOST_COPIED
 
     def _record(self, args: Sequence[Any]) -> tuple[_Recording | None, list[Any]]:
         """Computes a step and notes what it calls, unless that cannot be made again."""
-        copied = [(i, args[i].clone()) for i in sorted(self._copied)]
+        copied = [(i, _copy(args[i])) for i in sorted(self._copied)]
         given = list(args)
         for position, own in copied:
             given[position] = own
@@ -195,6 +207,12 @@ class Replayed:
             return None, passed
         parts = self._repeat(recorder.calls)
         return _Recording(parts, copied, made, recorder.held, threading.Lock()), passed
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A copy that compiled code reads alike: ``clone`` closes gaps."""
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    return made.copy_(x)
 
 
 def _problem(made: Sequence[Any], given: Sequence[Any]) -> str | None:

@@ -65,7 +65,7 @@ def expected(model, monkeypatch, *args, **kwargs):
 @pytest.mark.parametrize("kind", CACHES)
 def test_replayed_steps_are_those_of_the_graph(kind, steps, monkeypatch):
     """Past the ends of windows, of tiles, and of the room that a cache begins with."""
-    model, ids, lengths = compiled(), prompt(1, 290), [250, *[1] * 40]
+    model, ids, lengths = compiled(), prompt(2, 290), [250, *[1] * 40]
     logits, _ = decode(model, ids, lengths, kind=kind)
     assert steps["all"] == 40
     # Two calls to meet memory again, each time that it is another.
@@ -240,10 +240,13 @@ def test_ops_of_pytorch_are_called_again():
     ("step", "reason"),
     [
         (lambda x: [x + x.sum().item()], "it calls aten::_local_scalar_dense"),
+        (lambda x: [x + len(x.tolist())], "it reads a tensor on the host"),
+        (lambda x: [x + x.numpy().size], "it reads a tensor on the host"),
         (lambda x: [x[1:]], "a result is a part of an argument"),
+        (lambda x: [x.repeat(2**22)[:4] * 1], "its results between take over 67108864 bytes"),
     ],
 )
-def test_steps_that_read_or_give_away_memory_are_refused(step, reason):
+def test_steps_that_cannot_be_made_again_are_refused(step, reason):
     replayed, reasons = recorded(step, torch.ones(4))
     assert reasons == [reason]
     assert torch.equal(replayed(torch.ones(4))[0], step(torch.ones(4))[0])
@@ -252,11 +255,17 @@ def test_steps_that_read_or_give_away_memory_are_refused(step, reason):
 def test_a_recording_keeps_no_argument_alive():
     """Neither a weight nor a cache, whole or in parts."""
     weight, x = torch.ones(3, 4), torch.ones(2, 4)
-    replayed, reasons = recorded(lambda x, w: [x @ w.t(), w[1:].sum(0), w + 1], x, weight)
+    out = torch.zeros(2, 3)
+
+    def step(x, w):
+        return [torch.mm(x, w.t(), out=out) + 0, w[1:].sum(0), torch.cat([w[:1], x]), w + 1]
+
+    replayed, reasons = recorded(step, x, weight)
     assert (reasons, len(replayed._recordings)) == ([], 1)
     weight.fill_(3.0)
+    replayed._compiled = pytest.fail
     found = replayed(x, weight)
-    assert [float(y.flatten()[0]) for y in found] == [12.0, 6.0, 4.0]
+    assert [float(y.flatten()[0]) for y in found] == [12.0, 6.0, 3.0, 4.0]
     alive = weakref.ref(weight)
     del weight
     assert alive() is None
@@ -270,6 +279,22 @@ def test_a_cache_is_freed_whose_steps_are_kept(steps):
     del cache
     gc.collect()
     assert [x() for x in alive] == [None] * len(alive)
+
+
+def test_copies_lie_as_the_arguments_do():
+    """Columns of a batch of texts have gaps; what repeats elements is not copied."""
+    texts, seen = torch.arange(12).view(2, 6), []
+
+    def step(x, n):
+        seen.append((x.stride(), x.flatten().tolist()))
+        return [x.as_strided((2,), (6,)) * 1]
+
+    replayed = Replayed(step, [], set(), repeat, lambda reason: None)
+    for i in range(3):
+        assert replayed(texts[:, i : i + 1], 1)[0].tolist() == [i, i + 6]
+    assert seen == [((6, 1), [i, i + 6]) for i in range(3)]
+    assert replayed._copied == {0}
+    assert not replayed._may_be_copied(0, torch.ones(1, 1).expand(1, 3))
 
 
 def test_arguments_that_move_are_copied_if_they_are_small_and_only_read():

@@ -68,7 +68,7 @@ class Context:
         cos_sin: the cosines and sines that keys get when they are read, by those of the graph.
         warnings: for the user.
         refused: why a rule was refused at a node, the first one.
-        replayed: CUDA graphs are wanted.
+        replayed: steps are to be replayed.
         served_by: the provider of a node of a bound graph, and why better ones decline.
         ranks: the processes that share the model's heads, if there are others.
         shard: the part of every sequence that this process holds; None: all of it.

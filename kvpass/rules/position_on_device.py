@@ -18,7 +18,7 @@ from kvpass.rules.base import Context, Rule
 from kvpass.tensor.packed import PackedKV
 
 
-# Where CUDA graphs are wanted: they repeat the numbers of the host with which they were recorded.
+# Where steps are replayed: they repeat the numbers of the host with which they were recorded.
 class PositionOnDevice(Rule):
     """Adds the length of the cache from the device, not as a number of the host."""
 

@@ -71,7 +71,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
     Args:
         graph: with logical ops.
         example_inputs: what Dynamo passed the backend.
-        replayed: CUDA graphs are wanted, which are recorded anew when a cache tensor has moved.
+        replayed: steps are to be replayed, and recorded anew when a cache tensor has moved.
     """
     binder = _Binder(graph, replayed)
     examples = binder.bind_inputs(example_inputs)
