@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvpass._torch import storage_key, tree_leaves, tree_map_only
 
 _empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
-# Ops that may be called again in another process of the same step, or on another device.
+# Of ops that may be called again: others wait for other processes.
 _NAMESPACES = {"aten", "kvpass", "mkldnn"}
 # What reads a tensor without calling an op.
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
@@ -55,7 +55,7 @@ class _Part:
 
     Attributes:
         position: of the argument.
-        place: size, stride and offset of a view of it; None for all of it.
+        place: size and stride of a view of it, and its offset from the argument's; None for all.
     """
 
     position: int
@@ -64,11 +64,10 @@ class _Part:
     def of(self, args: Sequence[Any]) -> Tensor:
         """The same part of another step's argument."""
         whole: Tensor = args[self.position]
-        return whole if self.place is None else whole.as_strided(*self.place)
-
-
-def _place(x: Tensor) -> tuple[Sequence[int], Sequence[int], int]:
-    return x.shape, x.stride(), int(x.storage_offset())
+        if self.place is None:
+            return whole
+        size, stride, offset = self.place
+        return whole.as_strided(size, stride, whole.storage_offset() + offset)
 
 
 def _fill(value: Any) -> Callable[[Sequence[Any]], Any] | None:
@@ -116,14 +115,14 @@ class Recorder(TorchDispatchMode):
         self.problem: str | None = None
         self._bytes: dict[int, int] = {}
         tensors = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
-        self._known = {storage_key(x): (i, x.dtype, _place(x)) for i, x in tensors}
+        self._known = {storage_key(x): (i, x) for i, x in tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
         results = func(*args, **given)
-        made = tree_leaves(results)
+        made = [x for x in tree_leaves(results) if x is not None]
         self.hold(made)
         if func.namespace not in _NAMESPACES or not all(isinstance(x, Tensor) for x in made):
             self.problem = self.problem or f"it calls {func.name()}"
@@ -143,10 +142,12 @@ class Recorder(TorchDispatchMode):
     def _part(self, x: Tensor) -> Tensor | _Part:
         if storage_key(x) not in self._known:
             return x
-        position, dtype, place = self._known[storage_key(x)]
-        if x.dtype != dtype:
+        position, whole = self._known[storage_key(x)]
+        if x.dtype != whole.dtype:
             self.problem = self.problem or "it reads an argument as another dtype"
-        return _Part(position, None if _place(x) == place else _place(x))
+        offset = int(x.storage_offset() - whole.storage_offset())
+        is_whole = (x.shape, x.stride(), offset) == (whole.shape, whole.stride(), 0)
+        return _Part(position, None if is_whole else (x.shape, x.stride(), offset))
 
     def _note_op(self, func: OpOverload, args: Any, given: Any, made: Sequence[Tensor]) -> None:
         noted, named = tree_map_only(Tensor, self._part, (args, given))

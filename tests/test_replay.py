@@ -253,8 +253,8 @@ def test_steps_that_cannot_be_made_again_are_refused(step, reason):
 
 
 def test_a_recording_keeps_no_argument_alive():
-    """Neither a weight nor a cache, whole or in parts."""
-    weight, x = torch.ones(3, 4), torch.ones(2, 4)
+    """Neither a weight nor a cache, whole or in parts; what counts is where it lies."""
+    weight, x = torch.ones(4, 4)[1:], torch.ones(2, 4)
     out = torch.zeros(2, 3)
 
     def step(x, w):
@@ -264,8 +264,10 @@ def test_a_recording_keeps_no_argument_alive():
     assert (reasons, len(replayed._recordings)) == ([], 1)
     weight.fill_(3.0)
     replayed._compiled = pytest.fail
-    found = replayed(x, weight)
-    assert [float(y.flatten()[0]) for y in found] == [12.0, 6.0, 3.0, 4.0]
+    for given in (weight, torch.from_numpy(weight.numpy())):
+        found = replayed(x, given)
+        assert [float(y.flatten()[0]) for y in found] == [12.0, 6.0, 3.0, 4.0]
+    del given
     alive = weakref.ref(weight)
     del weight
     assert alive() is None
