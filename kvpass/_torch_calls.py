@@ -35,14 +35,13 @@ class Call:
 
     Attributes:
         address: of the function.
-        count: of the numbers that it takes, each of 8 bytes; -1: one, and a result that is not
-            negative says that nothing was done.
-        numbers: addresses and sizes.
+        numbers: addresses and sizes, each of 8 bytes.
+        refuses: a result that is not negative says that nothing was done.
     """
 
     address: int
-    count: int
     numbers: tuple[int, ...]
+    refuses: bool = False
 
 
 # A call of one of PyTorch's ops, whose results go where they went; it takes a step's arguments.
@@ -113,7 +112,6 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call | Again] = []
         self.held: list[Any] = []
         self.problem: str | None = None
-        self._bytes: dict[int, int] = {}
         tensors = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
         self._known = {storage_key(x): (i, x) for i, x in tensors}
 
@@ -125,26 +123,37 @@ class Recorder(TorchDispatchMode):
         made = [x for x in tree_leaves(results) if x is not None]
         self.hold(made)
         if func.namespace not in _NAMESPACES or not all(isinstance(x, Tensor) for x in made):
-            self.problem = self.problem or f"it calls {func.name()}"
+            self.refuse(f"it calls {func.name()}")
         # A view's address stays.
         elif not func.is_view:
             self._note_op(func, args, given, made)
         return results
 
+    def refuse(self, reason: str) -> None:
+        """Notes a reason, unless there is one."""
+        self.problem = self.problem or reason
+
+    def is_known(self, x: Tensor) -> bool:
+        """Whether a tensor lies in the memory of an argument."""
+        return storage_key(x) in self._known
+
     def hold(self, values: Sequence[Any]) -> None:
         """Keeps tensors, but for the arguments and their parts."""
-        new = [x for x in values if isinstance(x, Tensor) and storage_key(x) not in self._known]
-        self.held += new
-        self._bytes |= {storage_key(x): x.untyped_storage().nbytes() for x in new}
-        if sum(self._bytes.values()) > _MOST_BYTES:
-            self.problem = self.problem or f"its results between take over {_MOST_BYTES} bytes"
+        self.held += [x for x in values if isinstance(x, Tensor) and not self.is_known(x)]
+
+    def check_size(self) -> None:
+        """Refuses to keep what takes too much memory."""
+        tensors = [x for x in self.held if isinstance(x, Tensor)]
+        sizes = {storage_key(x): x.untyped_storage().nbytes() for x in tensors}
+        if sum(sizes.values()) > _MOST_BYTES:
+            self.refuse(f"its results between take over {_MOST_BYTES} bytes")
 
     def _part(self, x: Tensor) -> Tensor | _Part:
-        if storage_key(x) not in self._known:
+        if not self.is_known(x):
             return x
         position, whole = self._known[storage_key(x)]
         if x.dtype != whole.dtype:
-            self.problem = self.problem or "it reads an argument as another dtype"
+            self.refuse("it reads an argument as another dtype")
         offset = int(x.storage_offset() - whole.storage_offset())
         is_whole = (x.shape, x.stride(), offset) == (whole.shape, whole.stride(), 0)
         return _Part(position, None if is_whole else (x.shape, x.stride(), offset))
@@ -172,19 +181,19 @@ class Recorder(TorchDispatchMode):
         struct = ctypes.create_string_buffer(packed, len(packed))
         self.held.append(struct)
         address = ctypes.cast(function, ctypes.c_void_p).value or 0
-        count = 1 if function.restype is None else -1
-        self.calls.append(Call(address, count, (ctypes.addressof(struct),)))
+        refuses = function.restype is not None
+        self.calls.append(Call(address, (ctypes.addressof(struct),), refuses))
 
     def note_kernel(self, address: int, args: Sequence[Any]) -> None:
         """A call of one of Inductor's kernels."""
         self.hold(args)
         if not all(isinstance(x, Tensor) or type(x) is int for x in args):
-            self.problem = self.problem or "a kernel takes other numbers than integers"
+            self.refuse("a kernel takes other numbers than integers")
             return
         if len(args) > MOST_NUMBERS:
-            self.problem = self.problem or f"a kernel takes more than {MOST_NUMBERS} arguments"
+            self.refuse(f"a kernel takes more than {MOST_NUMBERS} arguments")
         numbers = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
-        self.calls.append(Call(address, len(numbers), numbers))
+        self.calls.append(Call(address, numbers))
 
 
 class _HostReads(TorchFunctionMode):
@@ -198,7 +207,7 @@ class _HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _READING:
-            self._recorder.problem = self._recorder.problem or "it reads a tensor on the host"
+            self._recorder.refuse("it reads a tensor on the host")
         return func(*args, **(kwargs or {}))
 
 
@@ -231,7 +240,7 @@ def recording(modules: Sequence[CompiledModule], args: Sequence[Any]) -> Iterato
     recorder, saved = Recorder(args), [dict(module.scope) for module in modules]
     for module in modules:
         if module.foreign:
-            recorder.problem = "it has kernels of a kind that is not recorded"
+            recorder.refuse("it has kernels of a kind that is not recorded")
         if "empty_strided_cpu" in module.scope:
             module.scope["empty_strided_cpu"] = empty_strided_cpu
         for name, address in module.addresses.items():
@@ -244,6 +253,7 @@ def recording(modules: Sequence[CompiledModule], args: Sequence[Any]) -> Iterato
         del _recorders[get_ident()]
         for module, scope in zip(modules, saved, strict=True):
             module.scope.update(scope)
+    recorder.check_size()
 
 
 def _noting(kernel: Callable[..., None], address: int) -> Callable[..., None]:

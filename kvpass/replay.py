@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from kvpass._torch import is_subclass, storage_key
+from kvpass._torch import is_subclass
 from kvpass._torch_calls import Again, Call, CompiledModule, recording
 from kvpass._torch_sizes import shape_symbols, symbols_of
 from kvpass.graph.analysis.effects import memory, written
@@ -201,9 +201,11 @@ class Replayed:
             results = self._compiled(*given)
         positions = {id(x): i for i, x in enumerate(given) if isinstance(x, Tensor)}
         made = [_Argument(positions[id(x)]) if id(x) in positions else x for x in results]
+        if any(isinstance(x, Tensor) and recorder.is_known(x) for x in made):
+            recorder.refuse("a result is a part of an argument")
         passed = [_passed_on(x, args) for x in made]
-        if problem := recorder.problem or _problem(made, given):
-            self._refuse(problem)
+        if recorder.problem is not None:
+            self._refuse(recorder.problem)
             return None, passed
         parts = self._repeat(recorder.calls)
         return _Recording(parts, copied, made, recorder.held, threading.Lock()), passed
@@ -213,11 +215,3 @@ def _copy(x: Tensor) -> Tensor:
     """A copy that compiled code reads alike: ``clone`` closes gaps."""
     made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     return made.copy_(x)
-
-
-def _problem(made: Sequence[Any], given: Sequence[Any]) -> str | None:
-    """Why results of a recorded step cannot be those of another, or None."""
-    memories = {storage_key(x) for x in given if isinstance(x, Tensor)}
-    if any(isinstance(x, Tensor) and storage_key(x) in memories for x in made):
-        return "a result is a part of an argument"
-    return None

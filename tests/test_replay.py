@@ -325,7 +325,7 @@ def test_kernels_that_cannot_be_recorded():
     x = torch.ones(2)
     with recording([module], []) as recorder:
         scope["kernel"](x, 7)
-    assert recorder.calls == [Call(1, 2, (x.data_ptr(), 7))]
+    assert recorder.calls == [Call(1, (x.data_ptr(), 7))]
     with recording([module], []) as recorder:
         scope["kernel"](*range(65))
     assert recorder.problem == "a kernel takes more than 64 arguments"

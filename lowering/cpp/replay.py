@@ -40,7 +40,9 @@ class Loop:
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._function = load_function("replay", _source())
-        numbers = [n for c in calls for n in (c.address, c.count, *c.numbers)]
+        counts = [-1 if c.refuses else len(c.numbers) for c in calls]
+        known = zip(calls, counts, strict=True)
+        numbers = [n for c, count in known for n in (c.address, count, *c.numbers)]
         self._numbers = (ctypes.c_uint64 * len(numbers))(*(n % 2**64 for n in numbers))
         self._message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._count = len(calls)
