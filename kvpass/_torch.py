@@ -317,3 +317,14 @@ def is_subclass(tensor: Tensor) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(tensor)
+
+
+def inner_names(tensor: Tensor) -> list[str]:
+    """The dotted names of the plain tensors that a tensor wraps, if it is a subclass."""
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    found = [(name, getattr(tensor, name)) for name in names]
+    return [
+        f"{name}.{more}" if more else name
+        for name, x in found
+        for more in (inner_names(x) if is_subclass(x) else [""])
+    ]

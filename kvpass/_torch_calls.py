@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass._torch import storage_key, tree_leaves, tree_map_only
+from kvpass.errors import KernelError
 
 _empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
-# Of ops that may be called again: others wait for other processes.
-_NAMESPACES = {"aten", "kvpass", "mkldnn"}
+# Of ops that wait for other processes.
+_COLLECTIVE = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
 # What reads a tensor without calling an op.
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 # The most numbers that a recorded function takes.
@@ -105,6 +106,7 @@ class Recorder(TorchDispatchMode):
         calls: in their order.
         held: what the calls read and write, which must not be freed, but for the arguments.
         problem: why they cannot be made again, if that is so.
+        inside: one of PyTorch's ops is running, which is called again as a whole.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
@@ -112,6 +114,9 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call | Again] = []
         self.held: list[Any] = []
         self.problem: str | None = None
+        self.inside = False
+        self._storages: set[int] = set()
+        self._bytes = 0
         tensors = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor)]
         self._known = {storage_key(x): (i, x) for i, x in tensors}
 
@@ -119,33 +124,45 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
-        results = func(*args, **given)
+        self.inside = True
+        try:
+            results = func(*args, **given)
+        finally:
+            self.inside = False
+        if self.problem is not None:
+            return results
         made = [x for x in tree_leaves(results) if x is not None]
         self.hold(made)
-        if func.namespace not in _NAMESPACES or not all(isinstance(x, Tensor) for x in made):
+        data_dependent = torch.Tag.dynamic_output_shape in func.tags
+        if func.namespace in _COLLECTIVE or data_dependent or not all(map(_is_tensor, made)):
             self.refuse(f"it calls {func.name()}")
         # A view's address stays.
-        elif not func.is_view:
+        elif not func.is_view and self.problem is None:
             self._note_op(func, args, given, made)
         return results
 
     def refuse(self, reason: str) -> None:
-        """Notes a reason, unless there is one."""
+        """Notes a reason, unless there is one; nothing is kept then."""
         self.problem = self.problem or reason
+        self.held.clear()
+        self.calls.clear()
 
     def is_known(self, x: Tensor) -> bool:
         """Whether a tensor lies in the memory of an argument."""
         return storage_key(x) in self._known
 
     def hold(self, values: Sequence[Any]) -> None:
-        """Keeps tensors, but for the arguments and their parts."""
-        self.held += [x for x in values if isinstance(x, Tensor) and not self.is_known(x)]
-
-    def check_size(self) -> None:
-        """Refuses to keep what takes too much memory."""
-        tensors = [x for x in self.held if isinstance(x, Tensor)]
-        sizes = {storage_key(x): x.untyped_storage().nbytes() for x in tensors}
-        if sum(sizes.values()) > _MOST_BYTES:
+        """Keeps tensors, but for the arguments and their parts, unless they take much memory."""
+        if self.problem is not None:
+            return
+        for x in values:
+            if not isinstance(x, Tensor) or self.is_known(x):
+                continue
+            self.held.append(x)
+            if (key := storage_key(x)) not in self._storages:
+                self._storages.add(key)
+                self._bytes += x.untyped_storage().nbytes()
+        if self._bytes > _MOST_BYTES:
             self.refuse(f"its results between take over {_MOST_BYTES} bytes")
 
     def _part(self, x: Tensor) -> Tensor | _Part:
@@ -162,7 +179,8 @@ class Recorder(TorchDispatchMode):
         noted, named = tree_map_only(Tensor, self._part, (args, given))
         fills = [(i, fill) for i, x in enumerate(noted) if (fill := _fill(x)) is not None]
         options = [(name, fill) for name, x in named.items() if (fill := _fill(x)) is not None]
-        places = () if func._schema.is_mutable else [self._part(x) for x in made]
+        inputs = {storage_key(x) for x in tree_leaves((args, given)) if _is_tensor(x)}
+        places = [None if storage_key(x) in inputs else self._part(x) for x in made]
 
         def again(step: Sequence[Any]) -> None:
             called, given = list(noted), dict(named)
@@ -171,8 +189,14 @@ class Recorder(TorchDispatchMode):
             for name, fill in options:
                 given[name] = fill(step)
             results = func(*called, **given)
-            for place, x in zip(places, tree_leaves(results) if places else (), strict=True):
-                (place.of(step) if isinstance(place, _Part) else place).copy_(x)
+            results = [x for x in tree_leaves(results) if x is not None]
+            for place, x in zip(places, results, strict=True):
+                if place is None:
+                    continue
+                kept = place.of(step) if isinstance(place, _Part) else place
+                if kept.shape != x.shape:
+                    raise KernelError(f"{func.name()} of a replayed step has another size.")
+                kept.copy_(x)
 
         self.calls.append(again)
 
@@ -206,7 +230,7 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _READING:
+        if func in _READING and not self._recorder.inside:
             self._recorder.refuse("it reads a tensor on the host")
         return func(*args, **(kwargs or {}))
 
@@ -215,8 +239,13 @@ class _HostReads(TorchFunctionMode):
 _recorders: dict[int, Recorder] = {}
 
 
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
 def _recorder() -> Recorder | None:
-    return _recorders.get(get_ident()) if _recorders else None
+    found = _recorders.get(get_ident()) if _recorders else None
+    return None if found is None or found.inside else found
 
 
 def call_packed(function: Any, packed: bytes) -> Any:
@@ -253,7 +282,6 @@ def recording(modules: Sequence[CompiledModule], args: Sequence[Any]) -> Iterato
         del _recorders[get_ident()]
         for module, scope in zip(modules, saved, strict=True):
             module.scope.update(scope)
-    recorder.check_size()
 
 
 def _noting(kernel: Callable[..., None], address: int) -> Callable[..., None]:

@@ -4,9 +4,7 @@ import `lowering`."""
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,11 @@ from kvpass._torch import (
     is_traced,
     lazy_module,
     register_backend_once,
-    trace_artifact,
 )
 from kvpass._torch_calls import CompiledModule
 from kvpass._torch_cpp import cpp_problem
 from kvpass._torch_inductor import inductor, inductor_modes, wants_cuda_graphs
-from kvpass.errors import OptionError, UnmatchedGraphError, unknown
+from kvpass.errors import OptionError, unknown
 from kvpass.fingerprint import check_weights
 from kvpass.graph.analysis.sites import Sites, find_sites, module_path
 from kvpass.graph.bind.binding import Binding
@@ -33,7 +30,7 @@ from kvpass.graph.bind.capture import capture_obstacle, makes_cache
 from kvpass.graph.bind.state import bind_state
 from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
-from kvpass.inspect.explain import describe
+from kvpass.inspect.notices import publish, warn_of_refusals, warn_once
 from kvpass.inspect.report import GraphReport, new_report
 from kvpass.options import Options, parse_options
 from kvpass.plan import Plan
@@ -71,7 +68,7 @@ def kvpass(
         example_inputs: its example arguments.
         mode: Inductor's mode. With ``reduce-overhead`` decode steps are replayed, by CUDA graphs on
             a GPU and by `kvpass.replay` on a CPU, where nothing stands against it
-            (`GraphReport.capture_obstacle`, ``replay_obstacle``).
+            (`GraphReport.capture_obstacle`, ``replay_obstacle``); on a CPU without a mode, too.
         options: see `kvpass.options.parse_options`.
 
     Raises:
@@ -88,7 +85,7 @@ def kvpass(
     report = new_report(name, copy_module(gm), examples)
     if isinstance(planner, Plan) and planner.calibration is not None:
         check_weights(module.graph, examples, planner.calibration.weights)
-    replayed = wants_cuda_graphs(mode)
+    replayed = wants_replay(mode, opts.inner, examples)
     ranks = agreed_ranks(examples, planner)
     agree_to_shard(opts.shard, planner)
     with report.timed("find sites"):
@@ -161,25 +158,6 @@ def rewrite(context: Context, examples: Sequence[Any]) -> list[Event]:
     return apply_rules(context) + apply_rules(context, DECODING)
 
 
-def warn_of_refusals(report: GraphReport, strict: bool) -> None:
-    """Warns of what was refused, or raises if the user asked for that."""
-    refused = [e for e in report.events if not e.fired and e.required]
-    if strict and (refused or not report.events):
-        reason = f"{refused[0].rule}: {refused[0].detail}" if refused else "it updates no KV cache"
-        raise UnmatchedGraphError(
-            f"strict is set and graph {report.index} cannot be rewritten: {reason}. "
-            "Without strict it would run unchanged."
-        )
-    if refused:
-        report.warnings.append(
-            f"{len(refused)} of {len(report.events)} rewrites were refused, and that part of the "
-            f"model runs unchanged. The first: {refused[0].path}: {refused[0].rule}: "
-            f"{refused[0].detail}"
-        )
-    for message in report.warnings:
-        warnings.warn(f"kvpass: {message}.", stacklevel=2)
-
-
 def lower_and_compile(
     module: GraphModule,
     binding: Binding,
@@ -220,16 +198,16 @@ def replay_steps(
     report: GraphReport,
     modules: Sequence[CompiledModule],
 ) -> Callable[..., Any]:
-    """On a CPU: what makes the calls of a step again, if the mode asks for it and nothing stands
-    against it."""
+    """On a CPU: what makes the calls of a step again, if nothing stands against it."""
     examples = binding.examples
-    wanted = wants_cuda_graphs(mode) and report.inner == "inductor" and not _on_gpu(examples)
-    if not wanted or makes_cache(binding):
+    wanted = report.inner == "inductor" and wants_replay(mode, report.inner, examples)
+    if not wanted or _on_gpu(examples) or makes_cache(binding):
         return inner
 
     def tell(reason: str) -> None:
         report.replay_obstacle = reason
-        warn_once(f"mode={mode!r}: no step is replayed, for {reason}", report)
+        if mode is not None:
+            warn_once(f"mode={mode!r}: no step is replayed, for {reason}", report)
 
     reason = report.capture_obstacle or replay_obstacle(module.graph, examples, binding.state)
     if reason is None and len(modules) != report.regions[1]:
@@ -238,6 +216,13 @@ def replay_steps(
         tell(reason)
         return inner
     return Replayed(inner, modules, changed_arguments(module.graph), lowering.repeat, tell)
+
+
+def wants_replay(mode: str | None, compiler: str, examples: Sequence[Any]) -> bool:
+    """Whether decode steps are to be replayed: by CUDA graphs if the mode asks for them, as
+    torch.compile does it, and on a CPU unless a mode says otherwise."""
+    by_default = mode is None and compiler == "inductor" and not _on_gpu(examples)
+    return wants_cuda_graphs(mode) or by_default
 
 
 def _on_gpu(examples: Sequence[Any]) -> bool:
@@ -255,16 +240,6 @@ def check_capture(
     if wanted and report.capture_obstacle is not None:
         reason = report.capture_obstacle
         warn_once(f"mode={mode!r}: no CUDA graph replays this step, for {reason}", report)
-
-
-def publish(report: GraphReport) -> None:
-    """Shows the graphs to tlparse (TORCH_TRACE), and what was done in the log (TORCH_LOGS)."""
-    for stage in ("before", "after", "bound"):
-        graph: GraphModule = getattr(report, stage)
-        text = partial(graph.print_readable, print_output=False)
-        trace_artifact(f"kvpass_{report.index}_{stage}", text)
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s\n%s", describe(report), report.after.print_readable(print_output=False))
 
 
 def compile_inner(
@@ -296,13 +271,6 @@ def compile_inner(
         report.inner = "eager"
         warn_once(_SLOWER.format(problem), report)
         return module
-
-
-def warn_once(message: str, report: GraphReport) -> None:
-    """Warns, and notes it in the report; once per graph."""
-    if message not in report.warnings:
-        report.warnings.append(message)
-        warnings.warn(f"kvpass: {message}.", stacklevel=2)
 
 
 def provider(op: str, *args: Any) -> tuple[Callable[..., Any], lowering.Choice]:

@@ -4,15 +4,17 @@ recorded, and made again in the next ones, as CUDA graphs do on a GPU."""
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from kvpass._torch import is_subclass
+from kvpass._torch import inner_names, is_subclass
 from kvpass._torch_calls import Again, Call, CompiledModule, recording
 from kvpass._torch_sizes import shape_symbols, symbols_of
 from kvpass.graph.analysis.effects import memory, written
@@ -51,8 +53,8 @@ def replay_obstacle(graph: Graph, examples: Sequence[Any], state: Collection[int
     for i, (node, x) in enumerate(zip(graph.find_nodes(op="placeholder"), examples, strict=True)):
         if not isinstance(x, Tensor):
             continue
-        if x.device.type != "cpu" or is_subclass(x):
-            return f"its argument {node.name} is no plain tensor on the CPU"
+        if x.device.type != "cpu":
+            return f"its argument {node.name} is not on the CPU"
         if i not in state and not shape_symbols(x) <= sizes:
             return f"its argument {node.name} has a size that changes"
     return None
@@ -103,6 +105,8 @@ class Replayed:
     """A compiled graph that records a step when it meets the same memory a second time, and makes
     that step's calls again from the third time on.
 
+    Positions of arguments count the tensors inside of quantized weights, too, behind the others.
+
     Args:
         compiled: the graph.
         modules: those of its code.
@@ -121,45 +125,50 @@ class Replayed:
     ) -> None:
         self._compiled, self._modules, self._changed = compiled, modules, changed
         self._repeat, self._tell, self._possible = repeat, tell, True
-        self._last: tuple[int, ...] = ()
+        self._inner: list[tuple[int, Callable[[Any], Tensor]]] | None = None
+        self._last = deque[tuple[int, ...]](maxlen=_MOST_RECORDINGS)
         self._copied: set[int] = set()
         self._fixed: list[int] = []
-        self._numbers = 0
+        self._seen: set[tuple[int, ...]] = set()
+        self._new = 0
         self._recordings: dict[tuple[int, ...], _Recording] = {}
 
     def __call__(self, *args: Any) -> list[Any]:
         """The results of the graph."""
         if not self._possible:
             return self._compiled(*args)
-        numbers = tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in args])
+        if self._inner is None:
+            self._inner = _inner_tensors(args)
+        given = [*args, *(get(args[i]) for i, get in self._inner)]
+        for i, _ in self._inner:
+            given[i] = None
+        numbers = tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in given])
         place = self._place(numbers)
         known = self._recordings.get(place)
         # Another thread may be in this very step.
         if known is not None and known.lock.acquire(blocking=False):
             try:
-                return known(args)
+                return known(given)
             finally:
                 known.lock.release()
-        return self._compiled(*args) if known else self._call_unknown(args, numbers)
+        return self._compiled(*args) if known else self._call_unknown(args, given, numbers)
 
-    def _call_unknown(self, args: Sequence[Any], numbers: tuple[int, ...]) -> list[Any]:
+    def _call_unknown(
+        self, args: Sequence[Any], given: Sequence[Any], numbers: tuple[int, ...]
+    ) -> list[Any]:
         """A call in other memory: the first one, and one that is recorded."""
-        last, self._last = self._last, numbers
-        if len(last) != len(numbers):
-            return self._compiled(*args)
-        moved = {i for i, (x, y) in enumerate(zip(last, numbers, strict=True)) if x != y}
-        moved -= self._copied
-        if not all(self._may_be_copied(i, args[i]) for i in moved):
-            self._count_numbers(any(not isinstance(args[i], Tensor) for i in moved))
-            return self._compiled(*args)
-        if not _recording.acquire(blocking=False):
+        moved = self._moved(given, numbers)
+        self._last.appendleft(numbers)
+        if moved is None:
+            self._count_numbers(tuple([x for x in args if not isinstance(x, Tensor)]))
+        if moved is None or not _recording.acquire(blocking=False):
             return self._compiled(*args)
         try:
             if moved:
                 self._copied |= moved
-                self._fixed = [i for i in range(len(args)) if i not in self._copied]
+                self._fixed = [i for i in range(len(numbers)) if i not in self._copied]
                 self._recordings.clear()
-            recorded, results = self._record(args)
+            recorded, results = self._record(args, given)
             if recorded is not None:
                 while len(self._recordings) >= _MOST_RECORDINGS:
                     del self._recordings[next(iter(self._recordings))]
@@ -168,14 +177,25 @@ class Replayed:
         finally:
             _recording.release()
 
+    def _moved(self, given: Sequence[Any], numbers: tuple[int, ...]) -> set[int] | None:
+        """Which arguments lie elsewhere than in one of the last calls, if all may be copied: caches
+        may take turns."""
+        for last in tuple(self._last):
+            moved = {i for i, (x, y) in enumerate(zip(last, numbers, strict=True)) if x != y}
+            moved -= self._copied
+            if all(self._may_be_copied(i, given[i]) for i in moved):
+                return moved
+        return None
+
     def _place(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """What a recording is made for: the memory, and how it is used."""
         fixed = [numbers[i] for i in self._fixed or range(len(numbers))]
         return (torch.get_num_threads(), torch.is_inference_mode_enabled(), *fixed)
 
-    def _count_numbers(self, changed: bool) -> None:
-        self._numbers = self._numbers + 1 if changed else 0
-        if self._numbers == _MOST_CHANGES:
+    def _count_numbers(self, numbers: tuple[int, ...]) -> None:
+        self._new = 0 if numbers in self._seen else self._new + 1
+        self._seen.add(numbers)
+        if self._new > _MOST_CHANGES:
             self._refuse("a number among its arguments is another one at every step")
 
     def _refuse(self, reason: str) -> None:
@@ -191,15 +211,17 @@ class Replayed:
         repeats = any(size > 1 and stride == 0 for size, stride in sizes)
         return not repeats and extent * value.itemsize <= _MOST_COPIED
 
-    def _record(self, args: Sequence[Any]) -> tuple[_Recording | None, list[Any]]:
+    def _record(
+        self, args: Sequence[Any], given: Sequence[Any]
+    ) -> tuple[_Recording | None, list[Any]]:
         """Computes a step and notes what it calls, unless that cannot be made again."""
-        copied = [(i, _copy(args[i])) for i in sorted(self._copied)]
-        given = list(args)
+        copied = [(i, _copy(given[i])) for i in sorted(self._copied)]
+        called, read = list(args), list(given)
         for position, own in copied:
-            given[position] = own
-        with recording(self._modules, given) as recorder:
-            results = self._compiled(*given)
-        positions = {id(x): i for i, x in enumerate(given) if isinstance(x, Tensor)}
+            called[position] = read[position] = own
+        with recording(self._modules, read) as recorder:
+            results = self._compiled(*called)
+        positions = {id(x): i for i, x in enumerate(read) if isinstance(x, Tensor)}
         made = [_Argument(positions[id(x)]) if id(x) in positions else x for x in results]
         if any(isinstance(x, Tensor) and recorder.is_known(x) for x in made):
             recorder.refuse("a result is a part of an argument")
@@ -209,6 +231,12 @@ class Replayed:
             return None, passed
         parts = self._repeat(recorder.calls)
         return _Recording(parts, copied, made, recorder.held, threading.Lock()), passed
+
+
+def _inner_tensors(args: Sequence[Any]) -> list[tuple[int, Callable[[Any], Tensor]]]:
+    """The positions of tensors that wrap others, and what reads each of these."""
+    wrapped = [(i, x) for i, x in enumerate(args) if isinstance(x, Tensor) and is_subclass(x)]
+    return [(i, attrgetter(name)) for i, x in wrapped for name in inner_names(x)]
 
 
 def _copy(x: Tensor) -> Tensor:

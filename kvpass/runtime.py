@@ -20,6 +20,7 @@ from kvpass.graph.bind.binding import (
     Binding,
     ExtendedOutput,
     FreshOutput,
+    NumberOutput,
     Placed,
     PlainBuffer,
     PlainOutput,
@@ -108,6 +109,9 @@ class PackedCallable:
         flat += [] if placed is None else placed.scatter_index
         flat += [fold(args[fold.position]) for fold in binding.folds]
         flat += binding.constants
+        for number in binding.numbers:
+            value = number.value(args)
+            flat.append(torch.full((), value, dtype=torch.int64, device=number.device))
         if binding.replayed:
             rooms = tuple([args[position].rooms for position in binding.packed])
             flat.append(self._rooms.setdefault(rooms, _FIRST_ROOM + len(self._rooms)))
@@ -173,6 +177,9 @@ class PackedCallable:
         for output in self._binding.outputs:
             if isinstance(output, PlainOutput):
                 wrapped.append(results[output.index])
+                continue
+            if isinstance(output, NumberOutput):
+                wrapped.append(output.value(args))
                 continue
             if isinstance(output, FreshOutput):
                 handle = _fresh(output, args, results, placed)

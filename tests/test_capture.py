@@ -51,7 +51,7 @@ def test_weights_are_static_inputs_as_for_plain_inductor(monkeypatch):
     model = tiny_model("llama", layers=1)
     config = model.config
     plain = static_inputs(model, DynamicCache(config=config), monkeypatch, backend="inductor")
-    kvpass = {"backend": "kvpass", "options": {"recipe": KIVI}}
+    kvpass = {"backend": "kvpass", "options": {"recipe": KIVI, "mode": "default"}}
     packed = static_inputs(model, DynamicCache(config=config), monkeypatch, **kvpass)
     assert len(packed) == 2
     assert all(len(names) > 9 for names in plain)

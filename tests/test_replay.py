@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 import weakref
 from collections import Counter
 
 import pytest
 import torch
+from torch import Tensor
 from torch.fx import Graph
 from transformers import DynamicCache, StaticCache
 
 from kvpass import explain, recipe
-from kvpass._torch_calls import Call, CompiledModule, recording
+from kvpass._torch_calls import Call, CompiledModule, call_packed, recording
 from kvpass.errors import KernelError
 from kvpass.replay import Replayed, changed_arguments, replay_obstacle
 from lowering.cpp.replay import Loop, repeat
@@ -21,7 +23,7 @@ from tests.harness import run_steps
 from tests.models import prompt, tiny_model
 
 KIVI = recipe("kivi-2bit", group=16, residual=16)
-MODE = {"recipe": KIVI, "mode": "reduce-overhead"}
+OPTIONS = {"recipe": KIVI}
 CACHES = {DynamicCache: {}, StaticCache: {"max_cache_len": 512}}
 
 
@@ -46,7 +48,7 @@ def steps(monkeypatch):
 
 def compiled(layers=2, **options):
     model = tiny_model("llama", layers=layers)
-    model.compile(backend="kvpass", options={**MODE, **options})
+    model.compile(backend="kvpass", options={**OPTIONS, **options})
     return model
 
 
@@ -99,8 +101,8 @@ def test_a_step_that_another_thread_makes_is_not_made_at_once(steps, monkeypatch
     made = []
     real = Replayed._record
 
-    def record(self, args):
-        made.append(real(self, args))
+    def record(self, *args):
+        made.append(real(self, *args))
         return made[-1]
 
     monkeypatch.setattr(Replayed, "_record", record)
@@ -141,23 +143,38 @@ def test_a_failed_step_leaves_the_cache_as_it_was(steps, monkeypatch):
     assert steps["unknown"] == before["unknown"]
 
 
-def test_what_cannot_be_replayed_warns():
-    """OPT's positions count on the host; numbers that change are seen when they have."""
-    for family, reason in (
-        ("opt", "its argument .* is the number of tokens in the cache"),
-        ("mistral", "a number among its arguments is another one at every step"),
-    ):
-        model = tiny_model(family, layers=1)
-        model.compile(backend="kvpass", options=MODE)
-        with pytest.warns(UserWarning, match=f"no step is replayed, for {reason}"):
-            run_steps(
-                model, prompt(1, 56), [40, *[1] * 16], cache=DynamicCache(config=model.config)
-            )
-        assert explain(model).graphs[-1].replay_obstacle is not None
+def test_sliding_layers_of_a_growing_cache_are_replayed(steps, monkeypatch):
+    """They count tokens on the host, from which positions follow."""
+    model = tiny_model("mistral", layers=2)
+    model.compile(backend="kvpass", options=OPTIONS)
+    ids, lengths = prompt(2, 70), [44, *[1] * 26]
+    logits, cache = decode(model, ids, lengths)
+    assert cache.layers[0].cumulative_length == 70
+    # The window is full, and the same memory is met a second time.
+    assert steps["recorded"] >= 1
+    assert steps["all"] - steps["unknown"] > 12
+    assert torch.equal(logits, expected(model, monkeypatch, ids, lengths))
+
+
+def test_what_cannot_be_replayed_is_told():
+    """OPT's positions are a sum over as many numbers as there are tokens."""
+    reason = "its argument .* is the number of tokens in the cache"
+    for mode in (None, "reduce-overhead"):
+        model = tiny_model("opt", layers=1)
+        model.compile(backend="kvpass", options={**OPTIONS, "mode": mode})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            decode(model, prompt(1, 56), [40, *[1] * 16])
+        told = [
+            w for w in caught if re.search(f"no step is replayed, for {reason}", str(w.message))
+        ]
+        # Nobody has asked for it without a mode.
+        assert len(told) == (mode is not None)
+        assert re.fullmatch(reason, explain(model).graphs[-1].replay_obstacle)
 
 
 def test_other_modes_and_compilers_replay_nothing(steps):
-    model, twin = compiled(layers=1, mode=None), compiled(layers=1, inner="eager")
+    model, twin = compiled(layers=1, mode="default"), compiled(layers=1, inner="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for m in (model, twin):
@@ -196,9 +213,7 @@ def test_arguments_that_stand_against_it():
     graph = small_graph(lambda graph, x, y: x)
     plain, meta = torch.ones(4), torch.ones(4, device="meta")
     assert replay_obstacle(graph, [plain, plain], ()) is None
-    assert replay_obstacle(graph, [plain, meta], ()) == (
-        "its argument y is no plain tensor on the CPU"
-    )
+    assert replay_obstacle(graph, [plain, meta], ()) == ("its argument y is not on the CPU")
     leaf = torch.ones(4, requires_grad=True)
     assert replay_obstacle(graph, [plain, leaf], ()) == "it is differentiated"
     with torch.no_grad():
@@ -236,12 +251,66 @@ def test_ops_of_pytorch_are_called_again():
     assert first[1, 1] == 6.0
 
 
+def test_ops_that_write_and_return_something_new():
+    """What is returned is part of what is written, or not."""
+    mean, variance = torch.zeros(2), torch.ones(2)
+
+    def step(x):
+        normed = torch.native_batch_norm(x, None, None, mean, variance, True, 0.5, 1e-5)
+        return [normed[0], x.clone().add_(mean)]
+
+    x = torch.arange(6.0).view(3, 2)
+    replayed, reasons = recorded(step, x)
+    assert (reasons, len(replayed._recordings)) == ([], 1)
+    saved = mean.clone(), variance.clone()
+    x.copy_(torch.tensor([[3.0, 1.0], [5.0, 1.0], [1.0, 7.0]]))
+    replayed._compiled = pytest.fail
+    found = replayed(x)
+    mean.copy_(saved[0]), variance.copy_(saved[1])
+    for new, wanted in zip(found, step(x), strict=True):
+        torch.testing.assert_close(new, wanted, rtol=0, atol=0)
+
+
+def test_an_op_is_called_again_as_a_whole():
+    """It may read on the host, and call compiled functions: those are not called once more."""
+    calls = []
+
+    @torch.library.custom_op("kvpass_tests::shifted", mutates_args=())
+    def shifted(x: Tensor) -> Tensor:
+        calls.append(1)
+        call_packed(lambda packed: calls.append(2), b"")
+        return x + x.tolist()[0]
+
+    x = torch.arange(1.0, 4.0)
+    replayed, reasons = recorded(lambda x: [torch.ops.kvpass_tests.shifted(x) * 1], x)
+    assert (reasons, len(replayed._recordings)) == ([], 1)
+    calls.clear()
+    x.mul_(10)
+    replayed._compiled = pytest.fail
+    assert replayed(x)[0].tolist() == [20.0, 30.0, 40.0]
+    assert calls == [1, 2]
+
+
+def test_an_op_whose_result_has_another_size_fails():
+    sizes = [3, 3, 4]
+
+    @torch.library.custom_op("kvpass_tests::counted", mutates_args=())
+    def counted(x: Tensor) -> Tensor:
+        return x.new_ones(sizes.pop(0))
+
+    x = torch.ones(4)
+    replayed, _ = recorded(lambda x: [torch.ops.kvpass_tests.counted(x) * 1], x)
+    with pytest.raises(KernelError, match="kvpass_tests::counted of a replayed step has another"):
+        replayed(x)
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
         (lambda x: [x + x.sum().item()], "it calls aten::_local_scalar_dense"),
         (lambda x: [x + len(x.tolist())], "it reads a tensor on the host"),
         (lambda x: [x + x.numpy().size], "it reads a tensor on the host"),
+        (lambda x: [x.nonzero() * 1], "it calls aten::nonzero"),
         (lambda x: [x[1:]], "a result is a part of an argument"),
         (lambda x: [x.repeat(2**22)[:4] * 1], "its results between take over 67108864 bytes"),
     ],
@@ -250,6 +319,44 @@ def test_steps_that_cannot_be_made_again_are_refused(step, reason):
     replayed, reasons = recorded(step, torch.ones(4))
     assert reasons == [reason]
     assert torch.equal(replayed(torch.ones(4))[0], step(torch.ones(4))[0])
+
+
+def test_a_step_that_takes_much_memory_frees_it_while_it_is_recorded():
+    alive = []
+
+    def step(x):
+        for _ in range(2):
+            made = x.repeat(2**22)
+            alive.append(weakref.ref(made))
+        # All but the last one, which has a name here.
+        assert len(alive) < 3 or alive[-2]() is None
+        return [made[:4] * 1]
+
+    recorded(step, torch.ones(4))
+    assert len(alive) == 4
+
+
+def test_caches_that_take_turns(steps, monkeypatch):
+    """Each step is another one's: what is like it is not the step before."""
+    model = compiled(layers=1)
+    texts = [prompt(1, 60, seed=seed) for seed in range(3)]
+    wanted = [expected(model, monkeypatch, ids, [40, *[1] * 20]) for ids in texts]
+    caches = [decode(model, ids[:, :40], [40])[1] for ids in texts]
+    for at in range(40, 60):
+        for ids, cache, logits in zip(texts, caches, wanted, strict=True):
+            found, _ = decode(model, ids[:, at : at + 1], [1], cache)
+            assert torch.equal(found, logits[:, at : at + 1])
+    assert steps["recorded"] == 3
+    assert steps["all"] - steps["unknown"] >= 3 * 17
+
+
+def test_numbers_that_change_are_given_up_if_they_are_new():
+    for numbers, given_up in ((range(20), True), ([1, 2, 3, 4, 5] * 8, False)):
+        reasons = []
+        replayed = Replayed(lambda x, n: [x + n], [], {0}, repeat, reasons.append)
+        for n in numbers:
+            assert replayed(torch.ones(1), n)[0] == 1 + n
+        assert bool(reasons) is given_up
 
 
 def test_a_recording_keeps_no_argument_alive():

@@ -42,7 +42,7 @@ class GraphReport:
         regions: of how many regions it consists, and how many were compiled: those that are alike
             once.
         capture_obstacle: why no step of it can be replayed; None if CUDA graphs may.
-        replay_obstacle: why none is, though the mode asks for it on a CPU.
+        replay_obstacle: why none is, though the mode lets it be on a CPU.
         seconds: for each named pass.
         kernels: returns the generated source files of this process so far, and the op of each.
         live: the cache tensors that the last call returned.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from kvpass._torch_sizes import same_size
-from kvpass.graph.analysis.effects import node_number
+from kvpass.graph.analysis.effects import is_int64, node_number
 from kvpass.graph.logical_calls import PackedCall
 from kvpass.graph.pattern import Captures, Miss
 from kvpass.graph.spellings import op_name
@@ -34,7 +33,7 @@ class PositionOnDevice(Rule):
             return None
         for steps, size in (node.args, node.args[::-1]):
             past = _cache_of(size, context)
-            if past is not None and _is_integers(steps):
+            if past is not None and is_int64(steps):
                 return {"steps": steps, "past": past}
         return None
 
@@ -68,8 +67,3 @@ def _cache_of(size: Any, context: Context) -> Node | None:
         if same_size(example.shape[2], number):
             return node
     return None
-
-
-def _is_integers(steps: Any) -> bool:
-    example = steps.meta.get("example_value") if isinstance(steps, Node) else None
-    return isinstance(example, Tensor) and example.dtype == torch.int64

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvpass import explain
+from kvpass.graph.spellings import op_name
 from tests.harness import run_steps
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_FP32
@@ -32,7 +33,8 @@ def test_logits_equal_eager(inner):
 
 
 def test_a_window_that_slides_counts_otherwise():
-    """What it holds is not where its next token stands."""
+    """What it holds is not where its next token stands; how many have come is a number of the host,
+    which the graph gets as a tensor."""
     model = tiny_model("mistral", layers=1, sliding_window=16)
     ids = prompt(1, 24)
     wanted, _ = run_steps(model, ids, [20, 1, 1, 1, 1])
@@ -41,6 +43,15 @@ def test_a_window_that_slides_counts_otherwise():
     assert (got - wanted).abs().max().item() <= LOGITS_FP32
     events = [e for g in explain(model).graphs for e in g.events]
     assert not any(e.rule == "position_on_device" for e in events)
+    *_, decode = explain(model).graphs
+    arguments = {n.name: n for n in decode.bound.graph.find_nodes(op="placeholder")}
+    sizes = [k for k, n in arguments.items() if isinstance(n.meta["example_value"], torch.SymInt)]
+    assert sizes == ["kvpass_room"]
+    (user,) = arguments["kvpass_number0"].users
+    assert op_name(user) == "add"
+    # The host counts on, outside of the graph.
+    *_, outputs = decode.bound.graph.nodes
+    assert all(isinstance(n.meta["example_value"], torch.Tensor) for n in outputs.args[0])
 
 
 def test_without_cuda_graphs_it_stays_a_number_of_the_host():

@@ -124,6 +124,12 @@ def node_number(value: Any) -> int | torch.SymInt | None:
     return number if is_number else None
 
 
+def is_int64(value: Any) -> bool:
+    """Whether ``value`` is a node that stands for a tensor of int64."""
+    example = value.meta.get("example_value") if isinstance(value, Node) else None
+    return isinstance(example, Tensor) and example.dtype == torch.int64
+
+
 def changed_storages(graph: Graph) -> set[Node]:
     """The nodes that write in place, and those that share memory with what is written to."""
     writers = {node: written(node, unknown=False) for node in graph.nodes}

@@ -25,6 +25,13 @@ class PlainOutput:
 
 
 @dataclass(frozen=True)
+class NumberOutput:
+    """A number of the host that follows from other ones: none of the inner graph's."""
+
+    value: Size
+
+
+@dataclass(frozen=True)
 class ExtendedOutput:
     """The cache tensor of argument ``argument`` after ``new`` more tokens, of length ``tokens``;
     None: that many more than it was."""
@@ -75,7 +82,7 @@ class ChunkStep:
         return place(handles, self.chunk_format, batch, new, self.device, warn)
 
 
-Output = PlainOutput | ExtendedOutput | FreshOutput
+Output = PlainOutput | NumberOutput | ExtendedOutput | FreshOutput
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,15 @@ class StaticStep:
     new: Size
     counter: int | None
     filled: Size | None
+
+
+@dataclass(frozen=True)
+class NumberArgument:
+    """A number of the host that the inner graph gets as a tensor ``[]`` of int64: what replays its
+    steps repeats numbers."""
+
+    value: Size
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -129,9 +145,10 @@ class Binding:
         chunks: the prompt whose tokens go into segments, if there is one; where they go in these
             are the first further arguments of the inner graph.
         folds: weights in other orders, further arguments of the inner graph.
-        constants: its last arguments.
+        constants: further arguments of it.
+        numbers: its last arguments.
         dropped: numbers among Dynamo's arguments that the inner graph does not get.
-        replayed: the very last argument tells the inner graph what room cache tensors have.
+        replayed: one more, behind those, tells the inner graph what room cache tensors have.
         growing: what of the inner graph changes at every step, if anything does.
         state: positions of the inner tensors of caches among the inner graph's arguments.
         examples: fake or real example arguments of the inner graph.
@@ -147,6 +164,7 @@ class Binding:
     chunks: ChunkStep | None
     folds: tuple[Fold, ...]
     constants: tuple[Tensor, ...]
+    numbers: tuple[NumberArgument, ...]
     dropped: frozenset[int]
     replayed: bool
     growing: str | None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from kvpass._torch import fresh_size
-from kvpass._torch_sizes import constant, shape_symbols, symbols_of
+from kvpass._torch_sizes import Size, constant, shape_symbols, size_expr, symbols_of
+from kvpass.graph.analysis.effects import is_int64
+from kvpass.graph.bind.binding import NumberArgument
 from kvpass.graph.calls import add_argument
+from kvpass.graph.spellings import op_name
 from kvpass.tensor.packed import PackedKV
 
 ops = torch.ops.kvpass
@@ -72,6 +75,36 @@ def room_argument(graph: Graph, packed: Sequence[PackedKV]) -> list[Any]:
     room = fresh_size(graph, growing[0].segment_ends, "kvpass_room", 2)
     add_argument(graph, "kvpass_room", room)
     return [room]
+
+
+def number_arguments(
+    graph: Graph, symbols: Mapping[Any, int]
+) -> tuple[tuple[NumberArgument, ...], list[Any]]:
+    """Makes tensors of the numbers of the host that are added to tensors of integers, as positions
+    count from the tokens that have come. Returns them, and examples.
+
+    Args:
+        graph: bound.
+        symbols: positions of those of Dynamo's arguments that numbers depend on.
+    """
+    made: dict[tuple[Any, torch.device], Node] = {}
+    numbers: list[NumberArgument] = []
+    for node in list(graph.nodes):
+        if op_name(node) != "add" or len(node.args) != 2 or node.kwargs:
+            continue
+        for steps, number in (node.args, node.args[::-1]):
+            if not is_int64(steps) or not isinstance(number, Node) or not _is_size(number):
+                continue
+            value, tensor = _example(number), _example(steps)
+            if not symbols_of(value) <= set(symbols):
+                continue
+            key = (size_expr(value), tensor.device)
+            if key not in made:
+                name = f"kvpass_number{len(made)}"
+                made[key] = add_argument(graph, name, tensor.new_empty((), dtype=torch.int64))
+                numbers.append(NumberArgument(Size(value, symbols), tensor.device))
+            node.args = (steps, made[key])
+    return tuple(numbers), [_example(node) for node in made.values()]
 
 
 def _example(node: Node) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from kvpass._torch import inner_example, inner_source, mark_static_input
-from kvpass._torch_sizes import Size, same_size, symbol_node, symbol_positions
+from kvpass._torch_sizes import Size, same_size, symbol_node, symbol_positions, symbols_of
 from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelBasis, channel_basis
 from kvpass.format.layout import Field
@@ -38,6 +38,7 @@ from kvpass.graph.bind.binding import (
     Binding,
     ExtendedOutput,
     FreshOutput,
+    NumberOutput,
     Output,
     PlainBuffer,
     PlainOutput,
@@ -47,7 +48,12 @@ from kvpass.graph.bind.chunks import ChunkBinder
 from kvpass.graph.bind.constants import bind_constants
 from kvpass.graph.bind.rotary import RotaryBinder
 from kvpass.graph.bind.shard import ShardBinder
-from kvpass.graph.bind.sizes import drop_unread_sizes, growing_argument, room_argument
+from kvpass.graph.bind.sizes import (
+    drop_unread_sizes,
+    growing_argument,
+    number_arguments,
+    room_argument,
+)
 from kvpass.graph.calls import add_call
 from kvpass.graph.logical_calls import (
     AppendCall,
@@ -85,10 +91,11 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
         if bound or node in binder.arguments:
             graph.erase_node(node)
     folds, constants, more = bind_constants(graph, binder.positions)
+    numbers, tensors = number_arguments(graph, binder.symbols) if replayed else ((), [])
     dropped = drop_unread_sizes(graph, binder.positions)
     packed = [node.meta["example_value"] for node in binder.arguments]
     room = room_argument(graph, packed) if replayed else []
-    examples = [*examples, *binder.chunks.examples, *more, *room]
+    examples = [*examples, *binder.chunks.examples, *more, *tensors, *room]
     return Binding(
         packed=tuple(binder.arguments.values()),
         shared=binder.rotary.groups(),
@@ -100,6 +107,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
         chunks=binder.chunks.step(),
         folds=folds,
         constants=constants,
+        numbers=numbers,
         dropped=frozenset(dropped),
         replayed=bool(room),
         growing=growing_argument(graph, packed),
@@ -333,11 +341,20 @@ class _Binder:
         for result in results:
             if isinstance(result, Node) and result in self.state:
                 outputs.append(self._packed_output(result, inner))
+            elif (number := self._number(result)) is not None:
+                outputs.append(NumberOutput(number))
             else:
                 outputs.append(PlainOutput(len(inner)))
                 inner.append(result)
         output.args = (tuple(inner),)
         return tuple(outputs)
+
+    def _number(self, result: Any) -> Size | None:
+        """The number that a node computes of arguments that are numbers; None if it is no such."""
+        example = result.meta.get("example_value") if isinstance(result, Node) else None
+        if not isinstance(example, torch.SymInt) or not symbols_of(example) <= set(self.symbols):
+            return None
+        return Size(example, self.symbols)
 
     def _packed_output(self, result: Node, inner: list[Any]) -> Output:
         """The packed tensor ``result``, whose state joins the results ``inner`` if it is new."""
