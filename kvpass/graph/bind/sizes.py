@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kvpass._torch import fresh_size
+from kvpass._torch import fresh_size, tree_leaves
 from kvpass._torch_sizes import Size, constant, shape_symbols, size_expr, symbols_of
 from kvpass.graph.analysis.effects import is_int64
 from kvpass.graph.bind.binding import NumberArgument
@@ -34,14 +34,15 @@ def drop_unread_sizes(graph: Graph, positions: dict[Node, int]) -> dict[int, int
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and _is_size(node):
             graph.erase_node(node)
-    arguments = list(graph.find_nodes(op="placeholder"))
-    sizes = {symbol for n in arguments if not _is_size(n) for symbol in shape_symbols(_example(n))}
+    # A CUDA graph must not be replayed for a tensor of another size; and Dynamo may have found that
+    # two numbers are one, which then has the name of either.
+    kept = [n for n in graph.nodes if n.op != "placeholder" or not _is_size(n) or n.users]
+    needed = {s for n in kept for x in tree_leaves(_example(n)) for s in _symbols(x)}
     dropped = {}
-    for index, node in enumerate(arguments):
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
         if not _is_size(node) or node.users or node not in positions:
             continue
-        # A CUDA graph must not be replayed for a tensor of another size.
-        if not symbols_of(_example(node)) & sizes:
+        if not symbols_of(_example(node)) & needed:
             dropped[positions[node]] = index
             graph.erase_node(node)
     return dropped
@@ -58,8 +59,7 @@ def growing_argument(graph: Graph, packed: Sequence[PackedKV]) -> str | None:
     symbols = {symbol for length in lengths for symbol in symbols_of(length)}
     for node in graph.find_nodes(op="placeholder"):
         example = _example(node)
-        found = symbols_of(example) if _is_size(node) else shape_symbols(example)
-        if symbols & found:
+        if symbols & _symbols(example):
             said = "is" if _is_size(node) else "is as long as"
             return f"its argument {node.name} {said} the number of tokens in the cache"
     return None
@@ -109,6 +109,10 @@ def number_arguments(
 
 def _example(node: Node) -> Any:
     return node.meta.get("example_value")
+
+
+def _symbols(value: Any) -> set[Any]:
+    return symbols_of(value) | shape_symbols(value)
 
 
 def _is_size(node: Node) -> bool:
