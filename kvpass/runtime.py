@@ -3,6 +3,7 @@ makes room in them, and wraps the results."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from kvpass.graph.bind.binding import (
     ExtendedOutput,
     FreshOutput,
     NumberOutput,
+    PaddingArgument,
     Placed,
     PlainBuffer,
     PlainOutput,
@@ -35,11 +37,20 @@ from kvpass.tensor.sharded import kind_of
 _HIDDEN = -1e4
 # Compiled code takes sizes of 0 and 1 for constants.
 _FIRST_ROOM = 2
+# Widened masks have a multiple of so many.
+_COLUMNS = 256
 
 
 # Of an argument: the tensors of its state, these but for what another one brings, the argument
 # itself, or nothing.
 _Part = Literal["state", "own", "itself"] | None
+
+
+class _Wide(threading.local):
+    """Padding masks with columns for more tokens, by their positions, for each thread."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, Tensor] = {}
 
 
 class PackedCallable:
@@ -54,6 +65,7 @@ class PackedCallable:
         self._parts: list[_Part] = []
         # A number for each room that the cache tensors have had.
         self._rooms: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._wide = _Wide()
 
     def __call__(self, *args: Any) -> list[Any]:
         """Dynamo calls this with the arguments of its own graph."""
@@ -63,6 +75,8 @@ class PackedCallable:
         for branch in [b for position in binding.packed for b in args[position].branches]:
             branch.stay()
         extended = self._steps(args)
+        for padding in binding.paddings:
+            _check_padding(padding, args)
         placed = None if binding.chunks is None else binding.chunks.place(args, self._first_warning)
         for handle, new, after in extended:
             if new > MAX_STEP or handle.written + new > handle.reserved:
@@ -112,10 +126,25 @@ class PackedCallable:
         for number in binding.numbers:
             value = number.value(args)
             flat.append(torch.full((), value, dtype=torch.int64, device=number.device))
+        wide = [self._widened(position, args[position]) for position in binding.widened]
+        flat += wide
         if binding.replayed:
             rooms = tuple([args[position].rooms for position in binding.packed])
+            rooms += tuple([tuple(mask.shape) for mask in wide])
             flat.append(self._rooms.setdefault(rooms, _FIRST_ROOM + len(self._rooms)))
         return flat
+
+    def _widened(self, position: int, mask: Tensor) -> Tensor:
+        """The padding mask, of which attention reads the first columns, in the same memory as at
+        most steps."""
+        wide = self._wide.masks.get(position)
+        if wide is None or len(wide) != len(mask) or wide.shape[1] < mask.shape[1]:
+            columns = mask.shape[1] + mask.shape[1] // 4
+            with torch.inference_mode(False):
+                wide = mask.new_zeros(len(mask), -(-columns // _COLUMNS) * _COLUMNS)
+            self._wide.masks[position] = wide
+        wide[:, : mask.shape[1]] = mask
+        return wide
 
     def _steps(self, args: Sequence[Any]) -> list[tuple[PackedKV, int, int]]:
         """The cache tensors that a call extends, new tokens, and lengths after it."""
@@ -209,6 +238,17 @@ def _lost_rank(error: BaseException, handles: Sequence[PackedKV]) -> RankError |
         "failed, or has not made the same call with the same tokens. The step is undone here; its "
         "tokens on lost ranks are not to be had again, so begin with a new cache on all ranks."
     )
+
+
+def _check_padding(padding: PaddingArgument, args: Sequence[Any]) -> None:
+    """Refuses a mask that shows fewer tokens than there are."""
+    columns = args[padding.argument].shape[1]
+    tokens = args[padding.packed].size(2) + padding.new(args)
+    if columns < tokens:
+        raise CacheStateError(
+            f"The attention mask has {columns} columns where the cache holds {tokens} tokens, new "
+            "ones included. Give one with a column for each of them."
+        )
 
 
 def _parts(binding: Binding, count: int) -> list[_Part]:

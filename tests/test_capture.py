@@ -58,9 +58,9 @@ def test_weights_are_static_inputs_as_for_plain_inductor(monkeypatch):
     assert packed == [plain[0]] * 2
 
 
-def compiled(cache, **steps):
+def compiled(cache, family="llama", **steps):
     """The graphs of a prompt and three steps, in the mode that asks for CUDA graphs."""
-    model = tiny_model("llama", layers=2)
+    model = tiny_model(family, layers=2)
     model.compile(backend="kvpass", options=OPTIONS)
     room = {"max_cache_len": 64} if cache is StaticCache else {}
     with warnings.catch_warnings():
@@ -112,10 +112,12 @@ def test_a_number_says_what_room_there_is(monkeypatch):
 
 
 def test_a_mask_that_grows_is_an_obstacle():
-    """That of padding, with a column for each token."""
+    """That of padding, with a column for each token, where more than attention reads it."""
     mask = torch.ones(1, 43, dtype=torch.int64)
     mask[:, :3] = 0
     _, decode = compiled(DynamicCache, mask=mask)
+    assert decode.capture_obstacle is None
+    _, decode = compiled(DynamicCache, family="opt", mask=mask)
     assert decode.capture_obstacle == "its attention mask has a column for each token in the cache"
 
 

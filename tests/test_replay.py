@@ -19,8 +19,9 @@ from kvpass._torch_calls import Call, CompiledModule, call_packed, recording
 from kvpass.errors import KernelError
 from kvpass.replay import Replayed, changed_arguments, replay_obstacle
 from lowering.cpp.replay import Loop, repeat
-from tests.harness import run_steps
+from tests.harness import left_padding, run_steps
 from tests.models import prompt, tiny_model
+from tests.tolerances import LOGITS_CODE_FLIP
 
 KIVI = recipe("kivi-2bit", group=16, residual=16)
 OPTIONS = {"recipe": KIVI}
@@ -154,6 +155,24 @@ def test_sliding_layers_of_a_growing_cache_are_replayed(steps, monkeypatch):
     assert steps["recorded"] >= 1
     assert steps["all"] - steps["unknown"] > 12
     assert torch.equal(logits, expected(model, monkeypatch, ids, lengths))
+
+
+def test_steps_of_texts_with_padding_are_replayed(steps, monkeypatch):
+    """Their mask has one more column at each step."""
+    model, ids, mask = compiled(), prompt(2, 290), left_padding([9, 0], 290)
+    lengths = [250, *[1] * 40]
+    cache = DynamicCache(config=model.config)
+    logits, _ = run_steps(model, ids, lengths, mask=mask, cache=cache)
+    # Memory is new where the cache grows, and where the mask does.
+    assert 2 * steps["recorded"] - 1 <= steps["unknown"] <= 8
+    with monkeypatch.context() as patched:
+        patched.setattr(Replayed, "__call__", lambda self, *given: self._compiled(*given))
+        cache = DynamicCache(config=model.config)
+        assert torch.equal(logits, run_steps(model, ids, lengths, mask=mask, cache=cache)[0])
+    twin = compiled(mode="default")
+    cache = DynamicCache(config=twin.config)
+    plain, _ = run_steps(twin, ids, lengths, mask=mask, cache=cache)
+    assert (logits - plain)[mask.bool()].abs().max() <= LOGITS_CODE_FLIP
 
 
 def test_what_cannot_be_replayed_is_told():

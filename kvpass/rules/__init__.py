@@ -19,6 +19,7 @@ from kvpass.rules.fuse_attention import FuseAttention
 from kvpass.rules.fuse_rope_append import FuseRopeAppend
 from kvpass.rules.join_linears import JoinLinears
 from kvpass.rules.mask_to_bounds import MaskToBounds
+from kvpass.rules.padding_as_given import PaddingAsGiven
 from kvpass.rules.position_on_device import PositionOnDevice
 from kvpass.rules.quantize_cache import QuantizeCache
 from kvpass.rules.quantize_static import QuantizeStatic
@@ -32,6 +33,7 @@ RULES: list[Rule] = [
     CacheBeforeRope(),
     FuseAttention(),
     MaskToBounds(),
+    PaddingAsGiven(),
     DecodeReader(),
     ShareHeads(),
     RotateChannels(),

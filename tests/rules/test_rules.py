@@ -18,6 +18,7 @@ BUILT_IN = [
     "cache_before_rope",
     "fuse_attention",
     "mask_to_bounds",
+    "padding_as_given",
     "decode_reader",
     "share_heads",
     "rotate_channels",

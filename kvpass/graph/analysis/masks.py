@@ -12,7 +12,7 @@ import torch
 from sympy import Expr, Integer
 from torch.fx import Graph, Node
 
-from kvpass.graph.analysis.formulas import AXES, Condition, K, Q, holds, plain
+from kvpass.graph.analysis.formulas import AXES, Condition, K, Q, holds, plain, position
 from kvpass.graph.analysis.indices import Indices, operation, tensor_type
 from kvpass.graph.pattern import Miss
 from kvpass.graph.spellings import op_name
@@ -142,6 +142,21 @@ class Masks:
         ):
             return False
         return reading.hiding in (None, -torch.inf) or self._shows_itself(reading.parts, step)
+
+    def padding(self, mask: Node) -> Node | None:
+        """The bool tensor ``[B, columns]`` of which ``mask``, ``[B, 1, 1, L]``, is the first ``L``
+        columns; None if it is something else."""
+        source, index = mask.args[:2] if operation(mask) == "getitem" else (None, None)
+        if not isinstance(index, tuple) or len(index) != 2 or tensor_type(source) != torch.bool:
+            return None
+        assert isinstance(source, Node)
+        shape, given = self.indices.shape(mask), self.indices.shape(source)
+        if len(shape) != 4 or len(given) != 2 or shape[1:3] != [1, 1] or shape[0] != given[0]:
+            return None
+        if not all(tensor_type(x) == torch.int64 for x in index) or self.indices.writes.to(source):
+            return None
+        rows, columns = (self.indices.formula(x, mask) for x in index)
+        return source if (rows, columns) == (position(3, shape), K) else None
 
     def _parts(self, mask: Node) -> Reading | Miss:
         """The parts of ``mask``; a `Miss` if it is written to in place."""

@@ -111,6 +111,21 @@ class NumberArgument:
 
 
 @dataclass(frozen=True)
+class PaddingArgument:
+    """A padding mask ``[B, L]`` with a column for each token in a cache tensor, or more.
+
+    Attributes:
+        argument: the mask.
+        packed: the cache tensor.
+        new: the tokens that the call adds to it.
+    """
+
+    argument: int
+    packed: int
+    new: Size
+
+
+@dataclass(frozen=True)
 class PlainBuffer:
     """A static cache's plain buffer, to be packed by ``plan`` after a call with ``new`` tokens.
 
@@ -146,11 +161,15 @@ class Binding:
             are the first further arguments of the inner graph.
         folds: weights in other orders, further arguments of the inner graph.
         constants: further arguments of it.
-        numbers: its last arguments.
-        dropped: numbers among Dynamo's arguments that the inner graph does not get.
+        numbers: further arguments of it.
+        paddings: masks that must have a column for every token.
+        widened: of those, the ones that the inner graph gets as its last arguments, with columns
+            for more tokens.
+        dropped: numbers and masks among Dynamo's arguments that the inner graph does not get.
         replayed: one more, behind those, tells the inner graph what room cache tensors have.
         growing: what of the inner graph changes at every step, if anything does.
-        state: positions of the inner tensors of caches among the inner graph's arguments.
+        state: positions of the inner tensors of caches, and of widened masks, among the inner
+            graph's arguments.
         examples: fake or real example arguments of the inner graph.
     """
 
@@ -165,6 +184,8 @@ class Binding:
     folds: tuple[Fold, ...]
     constants: tuple[Tensor, ...]
     numbers: tuple[NumberArgument, ...]
+    paddings: tuple[PaddingArgument, ...]
+    widened: tuple[int, ...]
     dropped: frozenset[int]
     replayed: bool
     growing: str | None

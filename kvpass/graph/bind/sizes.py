@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +12,22 @@ from kvpass._torch import fresh_size, tree_leaves
 from kvpass._torch_sizes import Size, constant, shape_symbols, size_expr, symbols_of
 from kvpass.graph.analysis.effects import is_int64
 from kvpass.graph.bind.binding import NumberArgument
+from kvpass.graph.bind.padding import ATTENTIONS
 from kvpass.graph.calls import add_argument
 from kvpass.graph.spellings import op_name
 from kvpass.tensor.packed import PackedKV
 
-ops = torch.ops.kvpass
-_ATTENTIONS = (ops.attention.default, ops.attention_chunks.default)
 
-
-def drop_unread_sizes(graph: Graph, positions: dict[Node, int]) -> dict[int, int]:
+def drop_unread(
+    graph: Graph, positions: dict[Node, int], replaced: Collection[Node]
+) -> dict[int, int]:
     """Erases the arguments that are numbers which nobody reads: a CUDA graph is recorded anew for
     each number, and the length of a cache is one at every step.
 
     Args:
         graph: bound.
         positions: of Dynamo's placeholders, some of which are erased by now.
+        replaced: those of tensors that are to be erased, too.
 
     Returns:
         Where those arguments were: among Dynamo's, and by that among the bound graph's.
@@ -36,13 +37,13 @@ def drop_unread_sizes(graph: Graph, positions: dict[Node, int]) -> dict[int, int
             graph.erase_node(node)
     # A CUDA graph must not be replayed for a tensor of another size; and Dynamo may have found that
     # two numbers are one, which then has the name of either.
-    kept = [n for n in graph.nodes if n.op != "placeholder" or not _is_size(n) or n.users]
+    unread = [n for n in graph.find_nodes(op="placeholder") if _is_size(n) and not n.users]
+    kept = [n for n in graph.nodes if n not in {*unread, *replaced}]
     needed = {s for n in kept for x in tree_leaves(_example(n)) for s in _symbols(x)}
     dropped = {}
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
-        if not _is_size(node) or node.users or node not in positions:
-            continue
-        if not symbols_of(_example(node)) & needed:
+        spare = node in unread and node in positions and not symbols_of(_example(node)) & needed
+        if spare or node in replaced:
             dropped[positions[node]] = index
             graph.erase_node(node)
     return dropped
@@ -52,8 +53,10 @@ def growing_argument(graph: Graph, packed: Sequence[PackedKV]) -> str | None:
     """What in the bound ``graph`` is, or is as long as, the number of tokens in one of the
     ``packed`` tensors that it was made for, and so changes at every step; None if nothing does."""
     for node in graph.nodes:
-        mask = node.args[3] if node.target in _ATTENTIONS else None
-        if mask is not None and constant(_example(mask).shape[-1]) is None:
+        mask = node.args[3] if node.target in ATTENTIONS else None
+        if mask is None or "widened" in mask.meta:
+            continue
+        if constant(_example(mask).shape[-1]) is None:
             return "its attention mask has a column for each token in the cache"
     lengths = [x.shape[2] for x in packed if x.plan.room is None]
     symbols = {symbol for length in lengths for symbol in symbols_of(length)}

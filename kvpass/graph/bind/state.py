@@ -40,16 +40,18 @@ from kvpass.graph.bind.binding import (
     FreshOutput,
     NumberOutput,
     Output,
+    PaddingArgument,
     PlainBuffer,
     PlainOutput,
     StaticStep,
 )
 from kvpass.graph.bind.chunks import ChunkBinder
 from kvpass.graph.bind.constants import bind_constants
+from kvpass.graph.bind.padding import widen_padding
 from kvpass.graph.bind.rotary import RotaryBinder
 from kvpass.graph.bind.shard import ShardBinder
 from kvpass.graph.bind.sizes import (
-    drop_unread_sizes,
+    drop_unread,
     growing_argument,
     number_arguments,
     room_argument,
@@ -80,6 +82,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
         replayed: steps are to be replayed, and recorded anew when a cache tensor has moved.
     """
     binder = _Binder(graph, replayed)
+    arguments = list(graph.find_nodes(op="placeholder"))
     examples = binder.bind_inputs(example_inputs)
     inner = {node for nodes in binder.state.values() for node in nodes}
     for node in list(graph.nodes):
@@ -92,10 +95,14 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
             graph.erase_node(node)
     folds, constants, more = bind_constants(graph, binder.positions)
     numbers, tensors = number_arguments(graph, binder.symbols) if replayed else ((), [])
-    dropped = drop_unread_sizes(graph, binder.positions)
+    masks = sorted({x.argument for x in binder.paddings})
+    replaced, wide = widen_padding(graph, [arguments[i] for i in masks])
+    tensors += [node.meta["example_value"] for node in wide]
+    dropped = drop_unread(graph, binder.positions, replaced)
     packed = [node.meta["example_value"] for node in binder.arguments]
     room = room_argument(graph, packed) if replayed else []
     examples = [*examples, *binder.chunks.examples, *more, *tensors, *room]
+    state = inner.union(wide)
     return Binding(
         packed=tuple(binder.arguments.values()),
         shared=binder.rotary.groups(),
@@ -108,10 +115,12 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
         folds=folds,
         constants=constants,
         numbers=numbers,
+        paddings=tuple(binder.paddings),
+        widened=tuple(binder.positions[node] for node in replaced),
         dropped=frozenset(dropped),
         replayed=bool(room),
         growing=growing_argument(graph, packed),
-        state=frozenset(i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in inner),
+        state=frozenset(i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in state),
         examples=tuple(x for i, x in enumerate(examples) if i not in dropped.values()),
     )
 
@@ -129,6 +138,7 @@ class _Binder:
         self.statics: list[StaticStep] = []
         self.masks: dict[int, int] = {}
         self.counts: list[tuple[int, int]] = []
+        self.paddings: list[PaddingArgument] = []
         self.symbols = symbol_positions(graph)
         self.rotary = RotaryBinder(graph, self.positions)
         self.chunks = ChunkBinder(graph, self.positions)
@@ -289,6 +299,12 @@ class _Binder:
             bound = add_call(self.graph, attention, call.q, *state, call.mask, call.scale, *variant)
         bound.meta = {**node.meta, "example_value": bound.meta["example_value"]}
         node.replace_all_uses_with(bound)
+        padding = None if call.mask is None else call.mask.meta.get("padding")
+        if padding is not None:
+            step = AppendCall.at(call.keys)
+            assert step.past is not None
+            at = (self.positions[padding], self.positions[step.past])
+            self.paddings.append(PaddingArgument(*at, self._tokens(step.new)))
         mask, count = (node.meta.get(name) for name in ("hidden_by", "counted_by"))
         if mask is not None or count is not None:
             past = AppendCall.at(call.keys).past
