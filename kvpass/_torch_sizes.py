@@ -100,6 +100,14 @@ def shape_symbols(tensor: Any) -> set[sympy.Symbol]:
     return {symbol for number in (*tensor.shape, *strides) for symbol in symbols_of(number)}
 
 
+def defined_symbols(value: Any) -> set[sympy.Symbol]:
+    """The symbols that compiled code can read off an argument: by the names that they came in with,
+    whatever Dynamo has found them to be equal to since."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    found = {x.node._expr for x in sizes if isinstance(x, torch.SymInt)}
+    return {expr for expr in found if expr.is_symbol}
+
+
 def constant(value: int | torch.SymInt) -> int | None:
     """``value`` if it is the same in every call, else None."""
     expr = size_expr(value)

@@ -128,6 +128,7 @@ class PackedCallable:
             flat.append(torch.full((), value, dtype=torch.int64, device=number.device))
         wide = [self._widened(position, args[position]) for position in binding.widened]
         flat += wide
+        flat += [args[position].size(dim) for position, dim in binding.sizes]
         if binding.replayed:
             rooms = tuple([args[position].rooms for position in binding.packed])
             rooms += tuple([tuple(mask.shape) for mask in wide])

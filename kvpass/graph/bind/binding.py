@@ -163,8 +163,9 @@ class Binding:
         constants: further arguments of it.
         numbers: further arguments of it.
         paddings: masks that must have a column for every token.
-        widened: of those, the ones that the inner graph gets as its last arguments, with columns
+        widened: of those, the ones that the inner graph gets as further arguments, with columns
             for more tokens.
+        sizes: arguments and dimensions whose sizes are its last arguments.
         dropped: numbers and masks among Dynamo's arguments that the inner graph does not get.
         replayed: one more, behind those, tells the inner graph what room cache tensors have.
         growing: what of the inner graph changes at every step, if anything does.
@@ -186,6 +187,7 @@ class Binding:
     numbers: tuple[NumberArgument, ...]
     paddings: tuple[PaddingArgument, ...]
     widened: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
     dropped: frozenset[int]
     replayed: bool
     growing: str | None

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from kvpass._torch import fresh_size, tree_leaves
-from kvpass._torch_sizes import Size, constant, shape_symbols, size_expr, symbols_of
+from kvpass._torch_sizes import (
+    Size,
+    constant,
+    defined_symbols,
+    shape_symbols,
+    size_expr,
+    symbols_of,
+)
 from kvpass.graph.analysis.effects import is_int64
 from kvpass.graph.bind.binding import NumberArgument
 from kvpass.graph.bind.padding import ATTENTIONS
@@ -38,8 +45,7 @@ def drop_unread(
     # A CUDA graph must not be replayed for a tensor of another size; and Dynamo may have found that
     # two numbers are one, which then has the name of either.
     unread = [n for n in graph.find_nodes(op="placeholder") if _is_size(n) and not n.users]
-    kept = [n for n in graph.nodes if n not in {*unread, *replaced}]
-    needed = {s for n in kept for x in tree_leaves(_example(n)) for s in _symbols(x)}
+    needed = _all_symbols(n for n in graph.nodes if n not in {*unread, *replaced})
     dropped = {}
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
         spare = node in unread and node in positions and not symbols_of(_example(node)) & needed
@@ -47,6 +53,32 @@ def drop_unread(
             dropped[positions[node]] = index
             graph.erase_node(node)
     return dropped
+
+
+def size_arguments(
+    graph: Graph, examples: Sequence[Any]
+) -> tuple[tuple[tuple[int, int], ...], list[Any]]:
+    """Adds the sizes that the graph computes with and none of its arguments has any more.
+
+    Args:
+        graph: bound.
+        examples: Dynamo's, of all its arguments.
+
+    Returns:
+        The arguments, and their dimensions, of which these are the sizes, and examples.
+    """
+    found = {s for n in graph.find_nodes(op="placeholder") for s in defined_symbols(_example(n))}
+    missing = _all_symbols(graph.nodes) - found
+    sizes: list[tuple[int, int]] = []
+    made: list[Any] = []
+    for position, example in enumerate(examples):
+        for dim, size in enumerate(example.shape if isinstance(example, torch.Tensor) else ()):
+            if missing & (symbols := defined_symbols(size)):
+                missing -= symbols
+                add_argument(graph, f"kvpass_size{len(made)}", size)
+                sizes.append((position, dim))
+                made.append(size)
+    return tuple(sizes), made
 
 
 def growing_argument(graph: Graph, packed: Sequence[PackedKV]) -> str | None:
@@ -112,6 +144,10 @@ def number_arguments(
 
 def _example(node: Node) -> Any:
     return node.meta.get("example_value")
+
+
+def _all_symbols(nodes: Iterable[Node]) -> set[Any]:
+    return {s for n in nodes for x in tree_leaves(_example(n)) for s in _symbols(x)}
 
 
 def _symbols(value: Any) -> set[Any]:

@@ -55,6 +55,7 @@ from kvpass.graph.bind.sizes import (
     growing_argument,
     number_arguments,
     room_argument,
+    size_arguments,
 )
 from kvpass.graph.calls import add_call
 from kvpass.graph.logical_calls import (
@@ -83,6 +84,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
     """
     binder = _Binder(graph, replayed)
     arguments = list(graph.find_nodes(op="placeholder"))
+    known = [node.meta.get("example_value") for node in arguments]
     examples = binder.bind_inputs(example_inputs)
     inner = {node for nodes in binder.state.values() for node in nodes}
     for node in list(graph.nodes):
@@ -99,9 +101,10 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
     replaced, wide = widen_padding(graph, [arguments[i] for i in masks])
     tensors += [node.meta["example_value"] for node in wide]
     dropped = drop_unread(graph, binder.positions, replaced)
+    sizes, more_sizes = size_arguments(graph, known)
     packed = [node.meta["example_value"] for node in binder.arguments]
     room = room_argument(graph, packed) if replayed else []
-    examples = [*examples, *binder.chunks.examples, *more, *tensors, *room]
+    examples = [*examples, *binder.chunks.examples, *more, *tensors, *more_sizes, *room]
     state = inner.union(wide)
     return Binding(
         packed=tuple(binder.arguments.values()),
@@ -116,6 +119,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
         constants=constants,
         numbers=numbers,
         paddings=tuple(binder.paddings),
+        sizes=sizes,
         widened=tuple(binder.positions[node] for node in replaced),
         dropped=frozenset(dropped),
         replayed=bool(room),
