@@ -13,7 +13,6 @@ from kvpass._torch_sizes import (
     symbolic_size,
     symbols_of,
 )
-from kvpass.graph.bind import sizes
 from kvpass.graph.bind.sizes import drop_unread, number_arguments, size_arguments
 
 
@@ -62,35 +61,24 @@ def test_a_number_by_whose_name_others_go_stays(same):
     assert drop_unread(graph, {first: 0, second: 1}, []) == {}
 
 
-def test_a_size_that_no_argument_has_any_more_is_one(same, monkeypatch):
+def test_a_size_that_no_argument_has_any_more_is_one(same):
     """That of a cache tensor, say, of which the graph gets the state."""
     mode, (named, other) = same
-    monkeypatch.setattr(sizes, "add_argument", lambda graph, *args: added.append(args))
     with mode:
         cache = torch.empty(2, named)
-    added = []
     graph, _ = graph_of(other=other)
     assert size_arguments(graph, [other, cache]) == (((1, 1),), [cache.shape[1]])
-    assert added == [("kvpass_size0", cache.shape[1])]
+    assert [n.name for n in graph.find_nodes(op="placeholder")] == ["other", "kvpass_size0"]
     # One that is there by its own name is not.
     graph, _ = graph_of(named=named)
     assert size_arguments(graph, [other, cache]) == ((), [])
 
 
-def test_numbers_that_are_added_to_integers_become_tensors(monkeypatch):
+def test_numbers_that_are_added_to_integers_become_tensors():
     mode = symbolic_mode()
     n = symbolic_size(mode, "n", 5)
     with mode:
         positions, floats = torch.arange(3), torch.ones(3)
-    monkeypatch.setattr(
-        sizes, "add_argument", lambda graph, name, example: made(graph, name, example)
-    )
-
-    def made(graph, name, example):
-        with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
-            node = graph.placeholder(name)
-        node.meta["example_value"] = example
-        return node
 
     graph = Graph()
     nodes = {name: graph.placeholder(name) for name in ("n", "positions", "floats")}
