@@ -190,6 +190,7 @@ def test_what_cannot_be_replayed_is_told():
         # Nobody has asked for it without a mode.
         assert len(told) == (mode is not None)
         assert re.fullmatch(reason, explain(model).graphs[-1].replay_obstacle)
+        assert re.search(f"steps are not replayed, for {reason}\n", str(explain(model)))
 
 
 def test_other_modes_and_compilers_replay_nothing(steps):

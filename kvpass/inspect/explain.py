@@ -117,6 +117,8 @@ def describe(report: GraphReport) -> str:
     for (op, provider, declined), count in report.chosen.items():
         reasons = "".join(f"; {name} declined: {reason}" for name, reason in declined)
         lines.append(f"  op {op}: {provider} x{count}{reasons}")
+    if report.replay_obstacle is not None:
+        lines.append(f"  steps are not replayed, for {report.replay_obstacle}")
     lines += [f"  warning: {message}" for message in report.warnings]
     return "\n".join([*lines, *_cache_now(report)])
 

@@ -27,7 +27,7 @@ from kvpass.tensor.packed import PackedKV
 
 def drop_unread(
     graph: Graph, positions: dict[Node, int], replaced: Collection[Node]
-) -> dict[int, int]:
+) -> frozenset[int]:
     """Erases the arguments that are numbers which nobody reads: a CUDA graph is recorded anew for
     each number, and the length of a cache is one at every step.
 
@@ -37,7 +37,7 @@ def drop_unread(
         replaced: those of tensors that are to be erased, too.
 
     Returns:
-        Where those arguments were: among Dynamo's, and by that among the bound graph's.
+        Where they were among Dynamo's.
     """
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and _is_size(node):
@@ -46,18 +46,13 @@ def drop_unread(
     # two numbers are one, which then has the name of either.
     unread = [n for n in graph.find_nodes(op="placeholder") if _is_size(n) and not n.users]
     needed = _all_symbols(n for n in graph.nodes if n not in {*unread, *replaced})
-    dropped = {}
-    for index, node in enumerate(graph.find_nodes(op="placeholder")):
-        spare = node in unread and node in positions and not symbols_of(_example(node)) & needed
-        if spare or node in replaced:
-            dropped[positions[node]] = index
-            graph.erase_node(node)
-    return dropped
+    spare = {n for n in unread if n in positions and not symbols_of(_example(n)) & needed}
+    for node in spare.union(replaced):
+        graph.erase_node(node)
+    return frozenset(positions[node] for node in spare.union(replaced))
 
 
-def size_arguments(
-    graph: Graph, examples: Sequence[Any]
-) -> tuple[tuple[tuple[int, int], ...], list[Any]]:
+def size_arguments(graph: Graph, examples: Sequence[Any]) -> tuple[tuple[int, int], ...]:
     """Adds the sizes that the graph computes with and none of its arguments has any more.
 
     Args:
@@ -65,20 +60,18 @@ def size_arguments(
         examples: Dynamo's, of all its arguments.
 
     Returns:
-        The arguments, and their dimensions, of which these are the sizes, and examples.
+        The arguments, and their dimensions, of which these are the sizes.
     """
     found = {s for n in graph.find_nodes(op="placeholder") for s in defined_symbols(_example(n))}
     missing = _all_symbols(graph.nodes) - found
     sizes: list[tuple[int, int]] = []
-    made: list[Any] = []
     for position, example in enumerate(examples):
         for dim, size in enumerate(example.shape if isinstance(example, torch.Tensor) else ()):
             if missing & (symbols := defined_symbols(size)):
                 missing -= symbols
-                add_argument(graph, f"kvpass_size{len(made)}", size)
+                add_argument(graph, f"kvpass_size{len(sizes)}", size)
                 sizes.append((position, dim))
-                made.append(size)
-    return tuple(sizes), made
+    return tuple(sizes)
 
 
 def growing_argument(graph: Graph, packed: Sequence[PackedKV]) -> str | None:
@@ -100,23 +93,20 @@ def growing_argument(graph: Graph, packed: Sequence[PackedKV]) -> str | None:
     return None
 
 
-def room_argument(graph: Graph, packed: Sequence[PackedKV]) -> list[Any]:
+def room_argument(graph: Graph, packed: Sequence[PackedKV]) -> bool:
     """Adds an argument that is another number wherever the ``packed`` tensors have other room, if
     any of them grow: a CUDA graph was recorded for the room, and tells calls apart by numbers and
-    addresses alone. Returns the example for it, if there is one."""
+    addresses alone. Whether there is one."""
     growing = [x for x in packed if x.plan.room is None]
-    if not growing:
-        return []
-    room = fresh_size(graph, growing[0].segment_ends, "kvpass_room", 2)
-    add_argument(graph, "kvpass_room", room)
-    return [room]
+    if growing:
+        room = fresh_size(graph, growing[0].segment_ends, "kvpass_room", 2)
+        add_argument(graph, "kvpass_room", room)
+    return bool(growing)
 
 
-def number_arguments(
-    graph: Graph, symbols: Mapping[Any, int]
-) -> tuple[tuple[NumberArgument, ...], list[Any]]:
+def number_arguments(graph: Graph, symbols: Mapping[Any, int]) -> tuple[NumberArgument, ...]:
     """Makes tensors of the numbers of the host that are added to tensors of integers, as positions
-    count from the tokens that have come. Returns them, and examples.
+    count from the tokens that have come.
 
     Args:
         graph: bound.
@@ -139,7 +129,7 @@ def number_arguments(
                 made[key] = add_argument(graph, name, tensor.new_empty((), dtype=torch.int64))
                 numbers.append(NumberArgument(Size(value, symbols), tensor.device))
             node.args = (steps, made[key])
-    return tuple(numbers), [_example(node) for node in made.values()]
+    return tuple(numbers)
 
 
 def _example(node: Node) -> Any:

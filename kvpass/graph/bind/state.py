@@ -96,16 +96,16 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
         if bound or node in binder.arguments:
             graph.erase_node(node)
     folds, constants, more = bind_constants(graph, binder.positions)
-    numbers, tensors = number_arguments(graph, binder.symbols) if replayed else ((), [])
+    before = graph.find_nodes(op="placeholder")
+    given = dict(zip(before, [*examples, *binder.chunks.examples, *more], strict=True))
+    numbers = number_arguments(graph, binder.symbols) if replayed else ()
     masks = sorted({x.argument for x in binder.paddings})
     replaced, wide = widen_padding(graph, [arguments[i] for i in masks])
-    tensors += [node.meta["example_value"] for node in wide]
     dropped = drop_unread(graph, binder.positions, replaced)
-    sizes, more_sizes = size_arguments(graph, known)
+    sizes = size_arguments(graph, known)
     packed = [node.meta["example_value"] for node in binder.arguments]
-    room = room_argument(graph, packed) if replayed else []
-    examples = [*examples, *binder.chunks.examples, *more, *tensors, *more_sizes, *room]
-    state = inner.union(wide)
+    room = replayed and room_argument(graph, packed)
+    state, after = inner.union(wide), list(graph.find_nodes(op="placeholder"))
     return Binding(
         packed=tuple(binder.arguments.values()),
         shared=binder.rotary.groups(),
@@ -121,11 +121,11 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
         paddings=tuple(binder.paddings),
         sizes=sizes,
         widened=tuple(binder.positions[node] for node in replaced),
-        dropped=frozenset(dropped),
-        replayed=bool(room),
+        dropped=dropped,
+        replayed=room,
         growing=growing_argument(graph, packed),
-        state=frozenset(i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in state),
-        examples=tuple(x for i, x in enumerate(examples) if i not in dropped.values()),
+        state=frozenset(i for i, node in enumerate(after) if node in state),
+        examples=tuple(given.get(node, node.meta["example_value"]) for node in after),
     )
 
 
