@@ -178,8 +178,8 @@ class Replayed:
             _recording.release()
 
     def _moved(self, given: Sequence[Any], numbers: tuple[int, ...]) -> set[int] | None:
-        """Which arguments lie elsewhere than in one of the last calls, if all may be copied: caches
-        may take turns."""
+        """The arguments that lie elsewhere than in one of the last calls, if all may be copied.
+        (Caches may take turns.)"""
         for last in tuple(self._last):
             moved = {i for i, (x, y) in enumerate(zip(last, numbers, strict=True)) if x != y}
             moved -= self._copied

@@ -22,6 +22,7 @@ import kvpass.rules
 from kvpass import PackedKV, explain, recipe
 from kvpass._torch_inductor import inductor
 from kvpass.errors import OptionError, PlanError, StaleHandleError, UnmatchedGraphError
+from kvpass.inspect import notices
 from tests.harness import compiled, oracle, run_steps
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_CODE_FLIP
@@ -322,9 +323,7 @@ def test_the_log_shows_what_was_done_and_the_graph() -> None:
 
 def test_graphs_are_trace_artifacts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
-    monkeypatch.setattr(
-        kvpass.backend, "trace_artifact", lambda name, text: seen.update({name: text()})
-    )
+    monkeypatch.setattr(notices, "trace_artifact", lambda name, text: seen.update({name: text()}))
     run_steps(compiled(tiny_model("llama"), KIVI), prompt(1, 50), [40])
     assert [name.rsplit("_", 1)[1] for name in seen] == ["before", "after", "bound"]
     assert all("def forward" in text for text in seen.values())
