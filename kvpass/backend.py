@@ -26,7 +26,7 @@ from kvpass.errors import OptionError, unknown
 from kvpass.fingerprint import check_weights
 from kvpass.graph.analysis.sites import Sites, find_sites, module_path
 from kvpass.graph.bind.binding import Binding
-from kvpass.graph.bind.capture import capture_obstacle, makes_cache
+from kvpass.graph.bind.capture import capture_obstacle, makes_cache, may_be_replayed
 from kvpass.graph.bind.state import bind_state
 from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
@@ -172,7 +172,13 @@ def lower_and_compile(
     while True:
         lowered = copy_module(module)
         with report.timed("lower"):
-            bound = Context(lowered.graph, Sites(), opts.planner, served_by=lowering.served_by)
+            bound = Context(
+                lowered.graph,
+                Sites(),
+                opts.planner,
+                replayed=wants_replay(mode, opts.inner, examples) and may_be_replayed(binding),
+                served_by=lowering.served_by,
+            )
             report.events = events + apply_rules(bound, BOUND_RULES)
             report.choices = lowering.lower(lowered.graph)
             report.kernels = lowering.generated_files

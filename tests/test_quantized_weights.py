@@ -65,9 +65,10 @@ def test_few_tokens_are_multiplied_by_int8_weights_as_they_are() -> None:
     assert (got - wanted).abs().max().item() <= LOGITS_FP32
     # The third step and those behind it are replayed: the parts of the weights lie where they did.
     assert unknown.call_count == 2
-    # The weights of attention are too small; gate and up are one op.
+    # Queries, keys and values are one op, gate and up another.
     layers = [(c.op, c.provider) for c in reports()[-1].choices if "linear" in c.op]
-    assert layers == [("linears", "cpp"), ("linear", "cpp"), ("linear", "cpp")]
+    ops = ["linears", "linear", "linears", "linear", "linear"]
+    assert layers == [(op, "cpp") for op in ops]
 
 
 @torch.no_grad()

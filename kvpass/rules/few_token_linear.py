@@ -14,6 +14,9 @@ from kvpass.ops import linear as _registers_the_op  # noqa: F401
 from kvpass.rules.base import Context, Rule
 
 _FUSED = torch.ops.kvpass.linear.default
+# Bytes of a weight: below, calling a kernel takes longer than reading it, and PyTorch's own is
+# called faster. Where steps are replayed, kernels are not called one by one.
+_LEAST_BYTES = 2**18
 
 
 class FewTokenLinear(Rule):
@@ -40,7 +43,9 @@ class FewTokenLinear(Rule):
             return None
         with context.graph.inserting_before(node):
             arguments = _arguments(node)
-        if context.provider_of(node, _FUSED, arguments) != "aten":
+        weight = arguments[1].meta["example_value"]
+        called = context.replayed or weight.numel() * weight.element_size() >= _LEAST_BYTES
+        if called and context.provider_of(node, _FUSED, arguments) != "aten":
             return {"arguments": arguments}
         for part in {n for n in arguments if isinstance(n, Node)}.difference(node.all_input_nodes):
             context.graph.erase_node(part)

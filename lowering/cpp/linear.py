@@ -21,8 +21,6 @@ from lowering.cpp.structs import LINEAR, LINEAR_LAYER, linear_struct
 # processor has instructions that the kernel has not.
 _MOST_TOKENS = 16
 _MOST_TRANSPOSED = 4
-# Bytes of a weight: below, the call takes longer than reading it.
-_LEAST_BYTES = 2**18
 # Bytes that a thread has to read: starting one takes as long.
 _BYTES_PER_THREAD = 2**16
 
@@ -79,8 +77,6 @@ def unsupported_reason(
         return "the weight, or what comes with it, is not contiguous"
     if scale is not None and (scale.dtype, weight.dtype) != (torch.float32, torch.int8):
         return f"the weight is {weight.dtype} with scales in {scale.dtype}; C++ takes int8, float32"
-    if weight.numel() * weight.element_size() < _LEAST_BYTES:
-        return f"the weight is small: less than {_LEAST_BYTES} bytes"
     return unsupported_device(x) or unsupported_compiler(
         "linear", _source(tokens, x.dtype, scale is not None, transposed)
     )
