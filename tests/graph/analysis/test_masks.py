@@ -71,6 +71,28 @@ def test_bounds_are_the_mask(condition, wrapper, dynamic, batch, n, past):
         check(captured(*inputs(batch, n, past + more)))
 
 
+_ROWS = ["torch.arange(pad.shape[0])", "0 * torch.arange(pad.shape[0])"]
+_COLUMNS = ["torch.arange(L)", "torch.arange(L) + 0", "L - 1 - torch.arange(L)",
+            "torch.arange(n, L + n) % L", "(torch.arange(L) - 1).clamp(0)"]  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(_ROWS), st.sampled_from(_COLUMNS), *SIZES)
+def test_padding_is_the_mask(rows, columns, dynamic, batch, n, past):
+    """What is looked up at its own place only."""
+    index = f"({rows})[:, None, None, None], ({columns})[None, None, None, :]"
+    captured = Captured(function_of(returns=f"pad[{index}], q + 0"), dynamic)
+    for more in (0, 3):
+        captured(*inputs(batch, n, past + more))
+        mask, values = captured.results[0], captured.values()
+        found = Masks(captured.graph).padding(mask)
+        if found is not None:
+            seen = values[found][:, None, None, : values[mask].shape[-1]]
+            assert torch.equal(seen, values[mask])
+        plain = (rows == _ROWS[0] or batch == 1) and columns in _COLUMNS[:2]
+        assert (found is not None) == plain
+
+
 _POSITIONS = ["k = torch.arange(32)", "i = (torch.arange(n) + c)[:, None]"]
 _INDICES = ["k = torch.arange(L)", "i = (torch.arange(n) + (L - n))[:, None]"]
 
