@@ -153,8 +153,6 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, values: Sequence[Any]) -> None:
         """Keeps tensors, but for the arguments and their parts, unless they take much memory."""
-        if self.problem is not None:
-            return
         for x in values:
             if not isinstance(x, Tensor) or self.is_known(x):
                 continue
@@ -181,6 +179,7 @@ class Recorder(TorchDispatchMode):
         options = [(name, fill) for name, x in named.items() if (fill := _fill(x)) is not None]
         inputs = {storage_key(x) for x in tree_leaves((args, given)) if _is_tensor(x)}
         places = [None if storage_key(x) in inputs else self._part(x) for x in made]
+        returns = any(place is not None for place in places)
 
         def again(step: Sequence[Any]) -> None:
             called, given = list(noted), dict(named)
@@ -189,8 +188,10 @@ class Recorder(TorchDispatchMode):
             for name, fill in options:
                 given[name] = fill(step)
             results = func(*called, **given)
-            results = [x for x in tree_leaves(results) if x is not None]
-            for place, x in zip(places, results, strict=True):
+            if not returns:
+                return
+            new = [x for x in tree_leaves(results) if x is not None]
+            for place, x in zip(places, new, strict=True):
                 if place is None:
                     continue
                 kept = place.of(step) if isinstance(place, _Part) else place
@@ -245,7 +246,7 @@ def _is_tensor(x: Any) -> bool:
 
 def _recorder() -> Recorder | None:
     found = _recorders.get(get_ident()) if _recorders else None
-    return None if found is None or found.inside else found
+    return None if found is None or found.inside or found.problem is not None else found
 
 
 def call_packed(function: Any, packed: bytes) -> Any:

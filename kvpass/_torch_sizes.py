@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -100,6 +100,11 @@ def shape_symbols(tensor: Any) -> set[sympy.Symbol]:
     return {symbol for number in (*tensor.shape, *strides) for symbol in symbols_of(number)}
 
 
+def all_symbols(values: Iterable[Any]) -> set[sympy.Symbol]:
+    """The symbols in numbers, and in the sizes of tensors."""
+    return {symbol for x in values for symbol in symbols_of(x) | shape_symbols(x)}
+
+
 def defined_symbols(value: Any) -> set[sympy.Symbol]:
     """The symbols that compiled code can read off an argument: by the names that they came in with,
     whatever Dynamo has found them to be equal to since."""
@@ -110,6 +115,8 @@ def defined_symbols(value: Any) -> set[sympy.Symbol]:
 
 def constant(value: int | torch.SymInt) -> int | None:
     """``value`` if it is the same in every call, else None."""
+    if isinstance(value, int):
+        return value
     expr = size_expr(value)
     return int(expr) if expr.is_number else None
 

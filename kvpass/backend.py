@@ -26,7 +26,7 @@ from kvpass.errors import OptionError, unknown
 from kvpass.fingerprint import check_weights
 from kvpass.graph.analysis.sites import Sites, find_sites, module_path
 from kvpass.graph.bind.binding import Binding
-from kvpass.graph.bind.capture import capture_obstacle, makes_cache, may_be_replayed
+from kvpass.graph.bind.capture import capture_obstacle, makes_cache
 from kvpass.graph.bind.state import bind_state
 from kvpass.graph.specialize import specialize
 from kvpass.graph.verify import verify_bound, verify_rewritten
@@ -169,6 +169,8 @@ def lower_and_compile(
     """The inner graph as a callable. The kernels of its ops are compiled while Inductor compiles
     the rest; only if one cannot be compiled, all is done again with what computes its op then."""
     events = list(report.events)
+    wanted = wants_replay(mode, opts.inner, examples)
+    may_be_replayed = wanted and capture_obstacle(binding, ()) is None
     while True:
         lowered = copy_module(module)
         with report.timed("lower"):
@@ -176,7 +178,7 @@ def lower_and_compile(
                 lowered.graph,
                 Sites(),
                 opts.planner,
-                replayed=wants_replay(mode, opts.inner, examples) and may_be_replayed(binding),
+                replayed=may_be_replayed,
                 served_by=lowering.served_by,
             )
             report.events = events + apply_rules(bound, BOUND_RULES)

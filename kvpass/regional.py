@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass._torch import FakeTensorMode, compiling_mode, is_subclass, storage_key, tree_leaves
 from kvpass._torch_inductor import Compile
-from kvpass._torch_sizes import Numbering, shape_symbols, symbols_of
+from kvpass._torch_sizes import Numbering, all_symbols
 from kvpass.graph.regions import Region, find_regions
 
 # A region more costs about as much as a layer.
@@ -107,7 +107,7 @@ class _Search:
         if kind is None:
             kind = self.kinds[key] = self._run(region, given, numbering)
             results = kind.results
-        elif _symbols(kind.results).isdisjoint(kind.numbering.moved(numbering)):
+        elif all_symbols(kind.results).isdisjoint(kind.numbering.moved(numbering)):
             results = [self._copy(result) for result in kind.results]
         else:
             results = self._run(region, given, numbering).results
@@ -148,10 +148,6 @@ def _described(value: Any, numbering: Numbering) -> object:
         return numbering.number(value) if isinstance(value, int | torch.SymInt) else repr(value)
     sizes = [numbering.number(size) for size in (*value.shape, *value.stride())]
     return value.dtype, value.device, *sizes
-
-
-def _symbols(values: Sequence[Any]) -> set[Any]:
-    return {symbol for x in values for symbol in shape_symbols(x) | symbols_of(x)}
 
 
 def _compiled(

@@ -123,7 +123,7 @@ class Replayed:
         repeat: Callable[[Sequence[Call | Again]], list[Again]],
         tell: Callable[[str], None],
     ) -> None:
-        self._compiled, self._modules, self._changed = compiled, modules, changed
+        self._compiled, self._modules, self._kept = compiled, modules, set(changed)
         self._repeat, self._tell, self._possible = repeat, tell, True
         self._inner: list[tuple[int, Callable[[Any], Tensor]]] | None = None
         self._last = deque[tuple[int, ...]](maxlen=_MOST_RECORDINGS)
@@ -139,6 +139,8 @@ class Replayed:
             return self._compiled(*args)
         if self._inner is None:
             self._inner = _inner_tensors(args)
+            # A copy of one cannot be given in its place.
+            self._kept |= set(range(len(args), len(args) + len(self._inner)))
         given = [*args, *(get(args[i]) for i, get in self._inner)]
         for i, _ in self._inner:
             given[i] = None
@@ -203,7 +205,7 @@ class Replayed:
         self._tell(reason)
 
     def _may_be_copied(self, position: int, value: Any) -> bool:
-        if not isinstance(value, Tensor) or position in self._changed:
+        if not isinstance(value, Tensor) or position in self._kept:
             return False
         sizes = list(zip(value.shape, value.stride(), strict=True))
         extent = 1 + sum((size - 1) * stride for size, stride in sizes)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import DynamicCache, StaticCache
 
 from kvpass import explain, recipe
@@ -233,7 +234,7 @@ def test_arguments_that_stand_against_it():
     graph = small_graph(lambda graph, x, y: x)
     plain, meta = torch.ones(4), torch.ones(4, device="meta")
     assert replay_obstacle(graph, [plain, plain], ()) is None
-    assert replay_obstacle(graph, [plain, meta], ()) == ("its argument y is not on the CPU")
+    assert replay_obstacle(graph, [plain, meta], ()) == "its argument y is not on the CPU"
     leaf = torch.ones(4, requires_grad=True)
     assert replay_obstacle(graph, [plain, leaf], ()) == "it is differentiated"
     with torch.no_grad():
@@ -436,6 +437,22 @@ def test_arguments_that_move_are_copied_if_they_are_small_and_only_read():
         for x in kept:
             assert torch.equal(replayed(x, 1)[0], x * 2)
         assert replayed._copied == copies
+
+
+def test_tensors_that_wrap_others_are_known_by_these():
+    """As quantized weights are. A copy of a part cannot be given in the place of another one."""
+    replayed = Replayed(lambda x: [x.a + x.b], [], set(), repeat, pytest.fail)
+    parts = [torch.full((3,), float(i)) for i in range(5)]
+    for i in range(4):
+        (found,) = replayed(TwoTensor(parts[i], parts[i + 1]))
+        assert torch.equal(found, parts[i] + parts[i + 1])
+    assert (replayed._copied, len(replayed._recordings)) == (set(), 0)
+    for i in range(3):
+        parts[3].fill_(float(i))
+        (found,) = replayed(TwoTensor(parts[3], parts[4]))
+        assert torch.equal(found, parts[3] + parts[4])
+        replayed._compiled = pytest.fail if i else replayed._compiled
+    assert len(replayed._recordings) == 1
 
 
 def test_kernels_that_cannot_be_recorded():

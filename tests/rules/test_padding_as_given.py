@@ -46,7 +46,7 @@ def masks():
 
 @pytest.mark.parametrize("kind", masks())
 def test_logits_equal_eager(kind, model, compiled):
-    """Steps of one token and of several, past the columns that a mask was widened to."""
+    """Steps of one token and of several."""
     mask, ids = masks()[kind], prompt(3, TOKENS)
     wanted, _ = run_steps(model, ids, LENGTHS, mask=mask)
     for _ in range(2):

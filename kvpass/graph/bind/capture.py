@@ -15,11 +15,6 @@ def makes_cache(binding: Binding) -> bool:
     return fresh or bool(binding.buffers) or any(s.argument is None for s in binding.statics)
 
 
-def may_be_replayed(binding: Binding) -> bool:
-    """Whether no argument or result stands against it."""
-    return not makes_cache(binding) and binding.growing is None
-
-
 def capture_obstacle(binding: Binding, waiting: Sequence[str]) -> str | None:
     """Why CUDA graphs may not replay a graph, or None.
 

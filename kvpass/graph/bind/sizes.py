@@ -11,9 +11,9 @@ from torch.fx import Graph, Node
 from kvpass._torch import fresh_size, tree_leaves
 from kvpass._torch_sizes import (
     Size,
+    all_symbols,
     constant,
     defined_symbols,
-    shape_symbols,
     size_expr,
     symbols_of,
 )
@@ -45,11 +45,13 @@ def drop_unread(
     # A CUDA graph must not be replayed for a tensor of another size; and Dynamo may have found that
     # two numbers are one, which then has the name of either.
     unread = [n for n in graph.find_nodes(op="placeholder") if _is_size(n) and not n.users]
-    needed = _all_symbols(n for n in graph.nodes if n not in {*unread, *replaced})
+    ignored = {*unread, *replaced}
+    needed = _all_symbols(n for n in graph.nodes if n not in ignored)
     spare = {n for n in unread if n in positions and not symbols_of(_example(n)) & needed}
-    for node in spare.union(replaced):
+    dropped = spare.union(replaced)
+    for node in dropped:
         graph.erase_node(node)
-    return frozenset(positions[node] for node in spare.union(replaced))
+    return frozenset(positions[node] for node in dropped)
 
 
 def size_arguments(graph: Graph, examples: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -84,10 +86,10 @@ def growing_argument(graph: Graph, packed: Sequence[PackedKV]) -> str | None:
         if constant(_example(mask).shape[-1]) is None:
             return "its attention mask has a column for each token in the cache"
     lengths = [x.shape[2] for x in packed if x.plan.room is None]
-    symbols = {symbol for length in lengths for symbol in symbols_of(length)}
+    symbols = all_symbols(lengths)
     for node in graph.find_nodes(op="placeholder"):
         example = _example(node)
-        if symbols & _symbols(example):
+        if symbols & all_symbols([example]):
             said = "is" if _is_size(node) else "is as long as"
             return f"its argument {node.name} {said} the number of tokens in the cache"
     return None
@@ -137,11 +139,7 @@ def _example(node: Node) -> Any:
 
 
 def _all_symbols(nodes: Iterable[Node]) -> set[Any]:
-    return {s for n in nodes for x in tree_leaves(_example(n)) for s in _symbols(x)}
-
-
-def _symbols(value: Any) -> set[Any]:
-    return symbols_of(value) | shape_symbols(value)
+    return all_symbols(x for n in nodes for x in tree_leaves(_example(n)))
 
 
 def _is_size(node: Node) -> bool:
