@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from examples import train_small_model
 from examples.quickstart import SMALL_MODEL
 from examples.small_model_batches import BOS, LENGTHS, Batches, Corpus, Sequences
 from examples.small_model_data import held_out_files, read_texts
@@ -68,8 +69,11 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert rates == [1 / WARMUP, 1.0, 0.02]
 
 
-def test_training_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_checkpoint(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With weights, momenta of both optimizers and level, and other sequences."""
+    monkeypatch.setattr(train_small_model, "LAYERS", 2)
     torch.manual_seed(0)
     file, budget = tmp_path / "checkpoint.pt", Budget(tokens=8000, minutes=60)
     first = Training(new_model(corpus.tokenizer), Batches(corpus, 0, 256), peak=1e-3)
