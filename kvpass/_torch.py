@@ -96,17 +96,24 @@ def copy_source(old: fx.Node, new: fx.Node) -> None:
         new._dynamo_source = old._dynamo_source
 
 
-def copy_graph_facts(old: fx.GraphModule, new: fx.GraphModule) -> None:
-    """Gives ``new`` the facts for AOTAutograd that Dynamo attached to ``old`` beside its nodes:
-    without them, no weight counts as a static input."""
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy to work on: Dynamo reads its own placeholders after the backend has returned."""
+    mapping: dict[Any, Any] = {}
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, mapping)
+    graph.output(output)
+    for old, new in mapping.items():
+        copy_source(old, new)
+        # A weak reference to the real argument, which Dynamo drops after compilation.
+        new.meta.pop("grapharg", None)
+    # Most copies are for reports, and nobody asks for their code.
+    copied = _LazyGraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    # What Dynamo says beside nodes: without it, no weight counts as a static input.
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
-        if hasattr(old, name):
-            setattr(new, name, getattr(old, name))
-
-
-def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """The module of a graph, whose code is generated as soon as somebody asks for it."""
-    return _LazyGraphModule(root, graph)
+        if hasattr(gm, name):
+            setattr(copied, name, getattr(gm, name))
+    return copied
 
 
 def compiling_mode() -> FakeTensorMode | None:

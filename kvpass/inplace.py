@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from kvpass._torch import is_compiled, is_traced, many_graphs
-from kvpass.backend import copy_module
+from kvpass._torch import copy_module, is_compiled, is_traced, many_graphs
 from kvpass.errors import PlanError
 from kvpass.fingerprint import fingerprint
 from kvpass.graph.analysis.sites import find_sites

@@ -17,11 +17,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import kvpass
-import kvpass.backend
+import kvpass.inner
 import kvpass.rules
 from kvpass import PackedKV, explain, recipe
 from kvpass._torch_inductor import inductor
 from kvpass.errors import OptionError, PlanError, StaleHandleError, UnmatchedGraphError
+from kvpass.inner import InnerCompiler
 from kvpass.inspect import notices
 from tests.harness import compiled, oracle, run_steps
 from tests.models import prompt, tiny_model
@@ -154,7 +155,7 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
     """
     chosen = KIVI if name != "fp" else recipe("fp")
     armed = [False]
-    compile_inner = kvpass.backend.compile_inner
+    compile_lowered = InnerCompiler.compile_lowered
 
     class Interrupted(torch.fx.Interpreter):
         appended = 0
@@ -166,11 +167,11 @@ def test_a_failed_step_leaves_the_cache_as_it_was(
                     raise BrokenError
             return super().call_function(target, args, kwargs)
 
-    def breaking(module: Any, *rest: Any) -> Any:
-        compile_inner(module, *rest)
-        return lambda *args: Interrupted(module).run(*args)
+    def breaking(self: InnerCompiler, module: Any) -> Any:
+        _, modules = compile_lowered(self, module)
+        return lambda *args: Interrupted(module).run(*args), modules
 
-    monkeypatch.setattr(kvpass.backend, "compile_inner", breaking)
+    monkeypatch.setattr(InnerCompiler, "compile_lowered", breaking)
     model = tiny_model(family)
     twin = compiled(model, chosen)
     steps = [64, 1, 1, step, 1]
@@ -198,7 +199,7 @@ def test_without_a_compiler_the_graph_runs_with_aten(
     def missing(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(kvpass.backend, "inductor", missing)
+    monkeypatch.setattr(kvpass.inner, "inductor", missing)
     model = tiny_model("llama")
     ids = prompt(1, 50)
     wanted, _ = run_steps(model, ids, [40] + [1] * 10, None, oracle(model, KIVI))

@@ -13,8 +13,7 @@ from torch.fx import Graph, GraphModule
 from transformers import DynamicCache, StaticCache
 
 from kvpass import explain, recipe
-from kvpass._torch import copy_source, mark_static_input
-from kvpass.backend import copy_module
+from kvpass._torch import copy_module, copy_source, mark_static_input
 from kvpass.errors import OptionError
 from kvpass.runtime import PackedCallable
 from tests.harness import run_steps

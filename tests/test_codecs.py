@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import StaticCache
 
-import kvpass.backend
 from kvpass import PackedKV, Plan, oracle_cache
 from kvpass.format.parse import parse_plan
+from kvpass.inner import InnerCompiler
 from kvpass.plan import LayerPlan
 from tests.harness import compiled, run_steps
 from tests.models import prompt, tiny_model
@@ -60,10 +60,10 @@ def test_a_failed_step_gives_back_the_places_of_sinks(
     step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph breaks after everything has been appended; a retry answers as if it had not."""
-    armed, compile_inner = [False], kvpass.backend.compile_inner
+    armed, compile_lowered = [False], InnerCompiler.compile_lowered
 
-    def breaking(*args: Any) -> Any:
-        inner = compile_inner(*args)
+    def breaking(self: InnerCompiler, module: Any) -> Any:
+        inner, modules = compile_lowered(self, module)
 
         def call(*args: Any) -> Any:
             results = inner(*args)
@@ -71,9 +71,9 @@ def test_a_failed_step_gives_back_the_places_of_sinks(
                 raise BrokenError
             return results
 
-        return call
+        return call, modules
 
-    monkeypatch.setattr(kvpass.backend, "compile_inner", breaking)
+    monkeypatch.setattr(InnerCompiler, "compile_lowered", breaking)
     model, plan = tiny_model("llama", layers=1), both("int2.token8/sinks=8,window=4,pack_every=1")
     steps = [4, 1, step, 1, 20, 1]
     ids = prompt(1, sum(steps))

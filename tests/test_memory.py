@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvpass import PackedKV, recipe
-from kvpass.backend import provider
 from kvpass.bench.plans import layer_plan, packed_states
 from kvpass.evaluate import cache_bytes
+from kvpass.inner import provider
 from tests.harness import compiled, left_padding, peak, run_steps
 from tests.models import prompt, tiny_model
 

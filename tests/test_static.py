@@ -11,6 +11,7 @@ from transformers import StaticCache
 
 from kvpass import PackedKV, compile_config, explain, recipe
 from kvpass.errors import CacheFullError, CacheStateError
+from kvpass.inner import InnerCompiler
 from tests.harness import batch_text, compiled, graphs_compiled, oracle, run_steps
 from tests.models import prompt, tiny_model
 from tests.tolerances import LOGITS_CODE_FLIP, logits
@@ -179,13 +180,11 @@ def test_a_buffer_that_something_else_holds_stays_plain() -> None:
 def test_a_failed_step_leaves_counters_and_cache_as_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import kvpass.backend
-
     armed = [False]
-    compile_inner = kvpass.backend.compile_inner
+    compile_lowered = InnerCompiler.compile_lowered
 
-    def breaking(module: Any, *rest: Any) -> Any:
-        inner = compile_inner(module, *rest)
+    def breaking(self: InnerCompiler, module: Any) -> Any:
+        inner, modules = compile_lowered(self, module)
 
         def call(*args: Any) -> Any:
             results = inner(*args)
@@ -193,9 +192,9 @@ def test_a_failed_step_leaves_counters_and_cache_as_they_were(
                 raise RuntimeError("broken")
             return results
 
-        return call
+        return call, modules
 
-    monkeypatch.setattr(kvpass.backend, "compile_inner", breaking)
+    monkeypatch.setattr(InnerCompiler, "compile_lowered", breaking)
     model = tiny_model("llama", layers=2)
     twin, cache = compiled(model, KIVI), static(model)
     ids = prompt(1, 60)

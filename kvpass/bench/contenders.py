@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvpass.backend import provider
 from kvpass.bench.models import check_sizes
 from kvpass.bench.plans import handle_of, layer_plan, packed_states
 from kvpass.bench.timing import Contender, relative_error
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
+from kvpass.inner import provider
 from kvpass.machine import cache_size, free_memory
 from kvpass.ops.library import op_of
 

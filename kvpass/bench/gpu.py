@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 
-from kvpass.backend import TUNE_VARIABLE, compile_ahead, tunings
 from kvpass.bench.attention import attention_json, attention_section, bench_attention
 from kvpass.bench.contenders import Case, packed_contender
 from kvpass.bench.decode import bench_decode, decode_json, decode_section
@@ -24,6 +23,7 @@ from kvpass.bench.model_checks import FIRST, VARIANTS, ModelCase, check_model
 from kvpass.bench.models import PRESETS
 from kvpass.bench.timing import Result
 from kvpass.errors import OptionError, unknown
+from kvpass.inner import TUNE_VARIABLE, compile_ahead, tunings
 from kvpass.machine import free_memory
 from kvpass.report import write_json
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.backend import provider
 from kvpass.bench.contenders import TOLERANCE, decoded_rows, dense_attention, random_tokens
 from kvpass.bench.plans import layer_plan, packed_states
 from kvpass.bench.timing import relative_error
@@ -20,6 +19,7 @@ from kvpass.format.quantize import split_outliers
 from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.inner import provider
 from kvpass.ops.basis import rotate
 from kvpass.tensor.packed import PackedKV
 

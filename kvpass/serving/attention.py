@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.backend import provider
 from kvpass.errors import CacheStateError, OptionError
 from kvpass.format.tensor_plan import TensorPlan
+from kvpass.inner import provider
 from kvpass.ops.attention import (
     AttentionArguments,
     attention_weights,

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpass.backend import compile_ahead
 from kvpass.bench import contenders, gpu, kernel_checks, model_checks
 from kvpass.bench.attention import bench_attention
 from kvpass.bench.contenders import Case
@@ -23,6 +22,7 @@ from kvpass.bench.models import Shape, random_model
 from kvpass.bench.timing import Contender, measure
 from kvpass.cli import main
 from kvpass.errors import KernelError, OptionError
+from kvpass.inner import compile_ahead
 from kvpass.plan import Plan
 from lowering.triton import pack
 from lowering.triton.heuristics import AttentionSizes
