@@ -58,11 +58,12 @@ inline Vector join_sums(Vector (&sums)[LANES / HELD]) {
   return in_order<HELD, TOKENS>(lane_sums(sums), std::make_integer_sequence<int, LANES>{});
 }
 
-// Scores of TOKENS tokens: lane r * TOKENS + u is row r's for token u. scale(group, token): what
+// Scores of SCORED tokens, TOKENS in each vector: lane r * TOKENS + u is row r's for token u. scale(group, token): what
 // its codes, and those of tokens behind it, are multiplied by; where one scale is for all channels,
 // that is left to the caller.
 template <class A, class Scale>
-inline Floats code_sums(const uint16_t* codes, const FloatQuery<A>& query, const Scale& scale_of) {
+inline void code_sums(const uint16_t* codes, const FloatQuery<A>& query, const Scale& scale_of,
+                      Floats (&scores)[1]) {
   using K = typename A::K;
   using Keys = typename K::Code;
   using Codes = typename Keys::Codes;
@@ -112,7 +113,7 @@ inline Floats code_sums(const uint16_t* codes, const FloatQuery<A>& query, const
       });
     });
   });
-  return join_sums<Keys::TOKENS, Panel<A>::TOKENS>(sums);
+  scores[0] = join_sums<Keys::TOKENS, Panel<A>::TOKENS>(sums);
 }
 
 }  // namespace

@@ -8,18 +8,12 @@ namespace {
 template <class A> inline void put_query(
     const float (&rows)[A::ROWS][A::K::DIM], const Floats (&tops)[A::ROWS], IntegerQuery<A>& result) {
   using K = typename A::K;
-  using Keys = typename K::Code;
-  constexpr int SPAN = IntegerQuery<A>::SPAN, COPIES = IntegerQuery<A>::TOKENS;
   const Steps steps(tops, limit_of(K::DIM, K::MAX_CODE));
   each<0, A::ROWS>([&](auto r) {
-    alignas(64) int16_t one[size_if(COPIES > 1, K::DIM)];
-    int16_t* to = COPIES > 1 ? one : result.integers[r];
-    for (int d = 0; d < K::DIM; d += LANES) steps.store(r, to + d, load<Floats, LANES>(rows[r] + d));
-    if constexpr (COPIES > 1)
-      for (int i = 0; i < Keys::COUNT * COPIES; i++)
-        std::memcpy(result.integers[r] + i * Keys::WIDTH, one + i / COPIES * Keys::WIDTH,
-                    Keys::WIDTH * sizeof *one);
+    steps.store(r, result.integers[r], rows[r], round_up(K::DIM, LANES));
   });
+  // Compilers would keep some in registers, and make more instructions of those than of reading them.
+  asm volatile("" : : "r"(&result) : "memory");
   result.steps = steps.steps;
 }
 
@@ -31,7 +25,7 @@ template <class A> inline void arrange_query(const Panel<A>& panel, IntegerQuery
     each<0, A::ROWS>([&](auto r) {
       std::memcpy(rows[r], panel.rows[r].query, sizeof rows[r]);
       for (int d = 0; d < K::DIM; d += LANES)
-        tops[r] = maximum(tops[r], magnitude(load<Floats, LANES>(rows[r] + d)));
+        tops[r] = larger_magnitude(tops[r], load<Floats, LANES>(rows[r] + d));
     });
     put_query<A>(rows, tops, result);
     result.offsets = Floats{};
@@ -51,7 +45,7 @@ inline void scale_query(
     each<0, A::ROWS>([&](auto r) {
       const Floats q = load<Floats, LANES>(panel.rows[r].query + at), x = q * factor;
       sums[r] += q * start;
-      tops[r] = maximum(tops[r], magnitude(x));
+      tops[r] = larger_magnitude(tops[r], x);
       store<LANES>(rows[r] + at, x);
     });
   });
@@ -59,56 +53,79 @@ inline void scale_query(
   result.offsets = join_rows(sums, add<Floats>);
 }
 
+// Chunks FIRST ... of TOKENS tokens' words, one chunk of all tokens in each vector.
+template <class A, int FIRST, int COUNT>
+inline void load_chunks(const uint16_t* codes, Ints (&words)[COUNT]) {
+  using Keys = typename A::K::Code;
+  constexpr int CHUNKS = Keys::WIDTH / CHUNK, HELD = IntegerQuery<A>::TOKENS;
+  // Vectors of several tokens, or of each token one.
+  constexpr int STRIDE = CHUNKS < HELD ? 2 * LANES : Keys::WORDS;
+  each<0, COUNT>([&](auto i) {
+    const uint16_t* place = codes + i * STRIDE + FIRST * CHUNK;
+    std::memcpy(&words[i], place, sizeof words[i]);
+    if constexpr ((i * STRIDE + FIRST * CHUNK) % 32 == 0)
+      __builtin_prefetch(place + Panel<A>::BLOCK * Keys::WORDS);
+  });
+  // Where a chunk of a token stands is a number of bits: those of the chunk go to the front.
+  if constexpr (COUNT > 1) unzip(words);
+  if constexpr (COUNT > 2) unzip(words);
+  static_assert(COUNT <= 4);
+}
+
 template <class A, class Scale>
-inline Floats code_sums(const uint16_t* codes, const IntegerQuery<A>& query, const Scale& scale_of) {
+inline void code_sums(const uint16_t* codes, const IntegerQuery<A>& query, const Scale& scale_of,
+                      Floats (&scores)[IntegerQuery<A>::SETS]) {
   using K = typename A::K;
   using Keys = typename K::Code;
-  using Query = IntegerQuery<A>;
-  constexpr int ROWS = A::ROWS, VECTORS = Panel<A>::TOKENS / Query::TOKENS;
+  constexpr int ROWS = A::ROWS, HELD = IntegerQuery<A>::TOKENS, VECTORS = Panel<A>::TOKENS / HELD;
+  constexpr int CHUNKS = Keys::WIDTH / CHUNK, COUNT = std::min(CHUNKS, HELD);
   constexpr bool SCALED = K::BY_TOKEN && Keys::GROUPS > 1;
-  std::conditional_t<SCALED, Floats, Ints> sums[ROWS * VECTORS]{};
-  each<0, Query::SPAN / (2 * LANES)>([&](auto part) {
-    constexpr int AT = part * 2 * LANES;
-    const auto query_of = [&](int plane, int row) {
-      return load<Ints, LANES>((const int32_t*)(query.integers[row] + plane * Query::SPAN + AT));
-    };
-    // More words would not fit into registers beside the sums.
-    constexpr int HELD = SCALED ? 1 : std::min(VECTORS, LANES / 2);
-    each<0, VECTORS / HELD>([&](auto some) {
-      Ints words[HELD];
-      each<0, HELD>([&](auto u) {
-        const uint16_t* key = codes + (some * HELD + u) * Query::TOKENS * Keys::WORDS;
-        std::memcpy(&words[u], key + AT, sizeof words[u]);
-        if constexpr (part == 0) __builtin_prefetch(key + Panel<A>::BLOCK * Keys::WORDS);
+  // Vectors of tokens that share what is read of the query, and eight sums for them and the rows: one
+  // addition would wait for another.
+  constexpr int SHARED = 2, SUMS = 8 / (SHARED * ROWS);
+  std::conditional_t<SCALED, Floats, Ints> sums[IntegerQuery<A>::SETS][ROWS * VECTORS]{};
+  each<0, IntegerQuery<A>::SETS * VECTORS / SHARED>([&](auto some) {
+    each<0, CHUNKS / COUNT>([&](auto part) {
+      Ints words[SHARED][COUNT];
+      each<0, SHARED>([&](auto u) {
+        load_chunks<A, part * COUNT>(codes + (some * SHARED + u) * HELD * Keys::WORDS, words[u]);
       });
       each<0, SCALED ? Keys::GROUPS : 1>([&](auto group) {
-        Ints products[ROWS]{};
+        Ints products[SHARED][ROWS][SUMS]{};
         each<0, Keys::COUNT>([&](auto plane) {
-          if constexpr (SCALED && Keys::group(plane * Keys::WIDTH + AT) != group) return;
-          Ints q[ROWS];
-          each<0, ROWS>([&](auto r) { q[r] = query_of(plane, r); });
-          each<0, HELD>([&](auto u) {
-            const Ints code = Keys::Codes::template pairs<plane>(words[u]);
+          each<0, COUNT>([&](auto i) {
+            constexpr int CHANNEL = plane * Keys::WIDTH + (part * COUNT + i) * CHUNK;
+            if constexpr (SCALED && Keys::group(CHANNEL) != group) return;
+            Ints code[SHARED];
+            each<0, SHARED>([&](auto u) { code[u] = Keys::Codes::template pairs<plane>(words[u][i]); });
             each<0, ROWS>([&](auto r) {
-              if constexpr (SCALED) products[r] = add_products(products[r], code, q[r]);
-              else {
-                auto& sum = sums[r * VECTORS + some * HELD + u];
-                sum = add_products(sum, code, q[r]);
-              }
+              const Ints q = repeat_chunk(query.integers[r] + CHANNEL);
+              each<0, SHARED>([&](auto u) {
+                Ints& sum = products[u][r][(plane * COUNT + i) % SUMS];
+                sum = add_products(sum, code[u], q);
+              });
             });
           });
         });
-        if constexpr (SCALED) {
-          const Floats scale = stretch<Query::TOKENS>(scale_of(group, some * Query::TOKENS));
+        each<0, SHARED>([&](auto u) {
+          constexpr int VECTOR = some * SHARED + u;
           each<0, ROWS>([&](auto r) {
-            sums[r * VECTORS + some] += __builtin_convertvector(products[r], Floats) * scale;
+            Ints product = products[u][r][0];
+            each<1, SUMS>([&](auto i) { product += products[u][r][i]; });
+            auto& sum = sums[VECTOR / VECTORS][r * VECTORS + VECTOR % VECTORS];
+            if constexpr (SCALED)
+              sum += __builtin_convertvector(product, Floats) *
+                     stretch<HELD>(scale_of(group, VECTOR * HELD));
+            else sum += product;
           });
-        }
+        });
       });
     });
   });
-  const auto joined = join_sums<Query::TOKENS, Panel<A>::TOKENS>(sums);
-  return __builtin_convertvector(joined, Floats) * query.steps + query.offsets;
+  each<0, IntegerQuery<A>::SETS>([&](auto set) {
+    const auto joined = join_sums<HELD, Panel<A>::TOKENS>(sums[set]);
+    scores[set] = __builtin_convertvector(joined, Floats) * query.steps + query.offsets;
+  });
 }
 
 }  // namespace

@@ -34,6 +34,25 @@ constexpr int limit_of(int64_t count, int max_code) {
   return std::min<int64_t>(INT16_MAX, INT32_MAX / (count * max_code));
 }
 
+// LANES numbers of at most 16 bits as integers, half to even.
+inline void store_rounded(int16_t* p, Floats x) {
+  // The sum's last place is 1, and its lowest 16 bits are the integer's.
+  ::store<LANES>(p, __builtin_convertvector((Ints)(x + 12582912.0f), Shorts));
+}
+inline void store_rounded(int16_t* p, Floats x, Floats y) {
+  // In fewer instructions than a vector of half the size takes.
+#if KVPASS_LANES == 16 && defined(__AVX512BW__)
+  const __m512i joined = _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_cvtps_epi32((__m512)y));
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), joined));
+#elif KVPASS_LANES == 8 && defined(__AVX2__)
+  const __m256i joined = _mm256_packs_epi32(_mm256_cvtps_epi32((__m256)x), _mm256_cvtps_epi32((__m256)y));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(joined, 0xd8));
+#else
+  store_rounded(p, x);
+  store_rounded(p + LANES, y);
+#endif
+}
+
 // What brings the numbers of some rows into such a limit, and what brings sums back.
 template <int ROWS> struct Steps {
   // Lane r * (LANES / ROWS) and those behind it: row r's.
@@ -42,15 +61,18 @@ template <int ROWS> struct Steps {
   Steps(const Floats (&largest)[ROWS], int limit) {
     const Floats top = join_rows(largest, maximum);
     const Ints some = top > 1e-30f;
-    steps = select(some, top * (1.0f / limit), Floats{});
+    // What is infinite has no step.
+    steps = select(some, top * (1.0f / limit) + (top - top), Floats{});
     inverse = select(some, (float)limit / top, Floats{});
   }
   float step(int row) const { return steps[row * (LANES / ROWS)]; }
-  // LANES integers of a row, half to even.
-  void store(int row, int16_t* p, Floats x) const {
-    // The sum's last place is 1, and its lowest 16 bits are the integer's.
-    const Ints sum = (Ints)(x * inverse[row * (LANES / ROWS)] + 12582912.0f);
-    ::store<LANES>(p, __builtin_convertvector(sum, Shorts));
+  // The integers of a row that come nearest to its numbers, of which there are multiples of LANES.
+  void store(int row, int16_t* p, const float* x, int count) const {
+    const float by = inverse[row * (LANES / ROWS)];
+    int i = 0;
+    for (; i + LANES < count; i += 2 * LANES)
+      store_rounded(p + i, load<Floats, LANES>(x + i) * by, load<Floats, LANES>(x + i + LANES) * by);
+    if (i < count) store_rounded(p + i, load<Floats, LANES>(x + i) * by);
   }
 };
 
@@ -69,12 +91,54 @@ template <int COUNT> inline Ints stretch_pairs(const int16_t* numbers) {
 template <int SIZE, int... I> inline Ints interleave(Int16s words, std::integer_sequence<int, I...>) {
   return (Ints)SHUFFLE(words, words, (I / 2 / SIZE * 2 * SIZE + I / 2 % SIZE + I % 2 * SIZE));
 }
-// Of two tokens' words from `at` on, or of as many tokens as fill a vector.
+// Of two tokens' words, or of as many tokens as fill a vector.
 template <int SIZE> inline Ints load_pairs(const uint16_t* tokens, int words) {
   constexpr auto HALF = std::make_integer_sequence<int, 2 * LANES>{};
-  if constexpr (SIZE < LANES) return interleave<SIZE>(load<Int16s, 2 * LANES>(tokens), HALF);
+  if constexpr (SIZE <= LANES) return interleave<SIZE>(load<Int16s, 2 * LANES>(tokens), HALF);
   // Put together in memory, they would be waited for.
   else return widen(load<Shorts, LANES>(tokens)) | widen(load<Shorts, LANES>(tokens + words)) << 16;
+}
+
+// Lane i: word i / 4 * 8 + FIRST + i % 4 of one token, and of another: what an instruction unpacks.
+template <int FIRST, int... I>
+inline Ints unpack_pairs(Int16s one, Int16s other, std::integer_sequence<int, I...>) {
+  return (Ints)SHUFFLE(one, other, (I / 8 * 8 + FIRST + I / 2 % 4 + I % 2 * 2 * LANES));
+}
+// Vector PART of numbers that lie in the order of those words, FIRST = 0 and 4, in the words' order.
+template <int PART, int... I>
+inline Floats in_word_order(const Floats (&x)[2], std::integer_sequence<int, I...>) {
+  return SHUFFLE(x[0], x[1],
+                 ((PART * LANES + I) / 8 * 4 + I % 4 + (I / 4 % 2) * LANES));
+}
+
+// Eight words, as many as are side by side in a vector of TOKENS tokens' words.
+constexpr int CHUNK = 8;
+
+template <int ODD, int... I> inline Ints unzip(Ints a, Ints b, std::integer_sequence<int, I...>) {
+  return SHUFFLE(a, b, ((I / 4 * 2 + ODD) * 4 + I % 4));
+}
+// Vectors of chunks: the even ones, then the odd ones.
+template <int COUNT> inline void unzip(Ints (&x)[COUNT]) {
+  constexpr auto LANE = std::make_integer_sequence<int, LANES>{};
+  Ints y[COUNT];
+  each<0, COUNT / 2>([&](auto i) {
+    y[i] = unzip<0>(x[2 * i], x[2 * i + 1], LANE);
+    y[COUNT / 2 + i] = unzip<1>(x[2 * i], x[2 * i + 1], LANE);
+  });
+  each<0, COUNT>([&](auto i) { x[i] = y[i]; });
+}
+
+// A chunk of integers in all places.
+inline Ints repeat_chunk(const int16_t* integers) {
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
+  return (Ints)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)integers));
+#elif KVPASS_LANES == 8 && defined(__AVX2__)
+  return (Ints)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)integers));
+#else
+  Ints x;
+  for (int i = 0; i < LANES; i += 4) std::memcpy((int32_t*)&x + i, integers, 16);
+  return x;
+#endif
 }
 
 }  // namespace

@@ -16,6 +16,15 @@ struct Float16 {
   static constexpr int BITS = 16;
   static constexpr float MAX = 65504.0f;
 
+  static inline Floats widen(Shorts x) {
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)x);
+#elif KVPASS_LANES == 8 && defined(__AVX2__) && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)x);
+#else
+    return widen(::widen(x));
+#endif
+  }
   // Given in the low 16 bits of every lane; the high bits are ignored.
   static inline Floats widen(Ints x) {
 #if KVPASS_LANES == 16 && defined(__AVX512F__)
@@ -96,10 +105,19 @@ template <class Number> inline Affine affine_of(Ints pairs) {
 }
 template <class Number>
 using Pairs = std::conditional_t<sizeof(typename Number::Pair) == 4, Ints, Shorts>;
+// Those of LANES pairs. Halves are widened as they lie side by side, and parted then.
+template <int... I> inline Affine part_affine(const int32_t* p, std::integer_sequence<int, I...>) {
+  const Floats x = Float16::widen(load<Shorts, LANES>((const uint16_t*)p));
+  const Floats y = Float16::widen(load<Shorts, LANES>((const uint16_t*)p + LANES));
+  return {SHUFFLE(x, y, (2 * I)), SHUFFLE(x, y, (2 * I + 1))};
+}
 template <class Number, int COUNT> inline Affine load_affine(const typename Number::Pair* p) {
-  return affine_of<Number>(widen_pairs(load<Pairs<Number>, COUNT>(p)));
+  if constexpr (std::is_same_v<Number, Float16> && COUNT == LANES)
+    return part_affine(p, std::make_integer_sequence<int, LANES>{});
+  else return affine_of<Number>(widen_pairs(load<Pairs<Number>, COUNT>(p)));
 }
 template <class Number> inline Affine load_affine(const typename Number::Pair* p, int count) {
+  if (count >= LANES) return load_affine<Number, LANES>(p);
   return affine_of<Number>(widen_pairs(load_up_to<Pairs<Number>>(p, count)));
 }
 
@@ -122,7 +140,7 @@ template <int COUNT> inline Floats load_numbers(const BFloat16* p) {
   return (Floats)(widen(load<Shorts, COUNT>((const uint16_t*)p)) << 16);
 }
 template <int COUNT> inline Floats load_numbers(const Float16* p) {
-  return Float16::widen(widen(load<Shorts, COUNT>((const uint16_t*)p)));
+  return Float16::widen(load<Shorts, COUNT>((const uint16_t*)p));
 }
 
 // LANES integers.

@@ -16,28 +16,32 @@ template <class X>
 constexpr bool IN_INTEGERS = MULTIPLIES_PAIRS && X::DIRECT && sizeof(typename X::Element) == 2 &&
                              X::Code::Codes::PAIRS && X::Code::WHOLE;
 
-// The same of keys: pairs are channels of one token, and those of a vector have one scale.
-template <class X> constexpr bool KEYS_IN_INTEGERS = IN_INTEGERS<X> && X::Code::paired();
+// The same of keys: pairs are channels of one token, and those of a chunk have one scale.
+template <class X> constexpr bool KEYS_IN_INTEGERS = IN_INTEGERS<X> && X::Code::in_runs(CHUNK);
 
 // Query rows as the scores of packed keys need them: vectors in the order of Code::each_place, whose
 // factors are units of the codes, and, where groups are of tokens, what minima add, lane by lane.
 // Vectors hold a plane once for each of the tokens that a vector of words holds.
 template <class A> struct FloatQuery {
+  static constexpr int SETS = 1;
   alignas(64) float vectors[A::ROWS][size_if(A::K::DIRECT, A::K::Code::SIZE)];
   Floats offset[A::ROWS];
 };
 
 // The same in integers. Lane r * TOKENS + u: what an integer of row r stands for, what minima add.
 template <class A> struct IntegerQuery {
-  using Code = typename A::K::Code;
-  // Words of a plane, or of a plane of TOKENS tokens, that fill vectors.
-  static constexpr int SPAN = std::max(Code::WIDTH, 2 * LANES), TOKENS = SPAN / Code::WIDTH;
-  alignas(64) int16_t integers[A::ROWS][Code::COUNT * SPAN];
+  // Tokens of which a vector has a chunk each: their sums need fewer lanes to be added than those of
+  // whole vectors.
+  static constexpr int TOKENS = 2 * LANES / CHUNK, SETS = A::ROWS < 4 ? 1 : 2;
+  alignas(64) int16_t integers[A::ROWS][round_up(A::K::DIM, LANES)];
   Floats steps, offsets;
 };
 
 template <class A>
 using Query = std::conditional_t<KEYS_IN_INTEGERS<typename A::K>, IntegerQuery<A>, FloatQuery<A>>;
+
+// Tokens that are scored at once, in SETS vectors of all rows' scores.
+template <class A> constexpr int SCORED = Query<A>::SETS * LANES / A::ROWS;
 
 // Query rows of a panel, and tokens that share the registers with them.
 template <class A> struct Panel {

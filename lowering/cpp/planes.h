@@ -26,6 +26,15 @@ template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
     return WIDTH % SIZE == 0 && 2 * LANES % SIZE == 0 && SIZE >= 8;
   }
 
+  // Each run of SIZE words has channels of one group in every plane, and as many runs as there are in
+  // a vector of words, or a half or a quarter of it, are in a plane.
+  static constexpr bool in_runs(int size) {
+    const int runs = WIDTH / size, held = 2 * LANES / size;
+    for (int d = 0; d < DIM; d += size)
+      if (group(d) != group(std::min(d + size, DIM) - 1)) return false;
+    return WIDTH % size == 0 && (runs % held == 0 || held % runs == 0);
+  }
+
   // Channels in the vector of a plane from `at` on: the last plane may not be full.
   static constexpr int channels(int plane, int at) {
     return std::clamp(DIM - plane * WIDTH - at, 0, std::min(LANES, WIDTH - at));

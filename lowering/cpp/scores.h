@@ -64,18 +64,22 @@ __attribute__((flatten)) void token_scores(
       store<LANES>(scales[g] + t, affine.scale);
       store<LANES>(minima[g] + t, affine.minimum);
     }
-  Tile<Keys, Panel<A>::TOKENS> tile;
+  Tile<Keys, SCORED<A>> tile;
   const uint16_t* keys = k.codes_at(pair.pair, slot);
   const auto repeated = [](const float* of_tokens) {
     return repeat<TOKENS>(load<Floats, TOKENS>(of_tokens));
   };
-  for (int t = 0; t < count; t += TOKENS) {
+  for (int t = 0; t < count; t += SCORED<A>) {
     const uint16_t* codes = keys + t * Keys::WORDS;
     const auto scale_of = [&](int group, int u) { return scales[group] + t + u; };
-    Floats sums = code_sums(tile.read(codes, count - t), panel.query, scale_of);
-    if constexpr (Keys::GROUPS == 1) sums *= repeated(scales[0] + t);
-    for (int g = 0; g < Keys::GROUPS; g++) sums += panel.sums[g] * repeated(minima[g] + t);
-    put_scores(sums, first + t, block);
+    Floats sums[Query<A>::SETS];
+    code_sums(tile.read(codes, count - t), panel.query, scale_of, sums);
+    each<0, Query<A>::SETS>([&](auto set) {
+      const int token = t + set * TOKENS;
+      if constexpr (Keys::GROUPS == 1) sums[set] *= repeated(scales[0] + token);
+      for (int g = 0; g < Keys::GROUPS; g++) sums[set] += panel.sums[g] * repeated(minima[g] + token);
+      put_scores(sums[set], first + token, block);
+    });
   }
 }
 
@@ -87,15 +91,24 @@ __attribute__((flatten)) void channel_scores(
   using K = typename A::K;
   using Keys = typename K::Code;
   const K& k = pair.a.k;
-  Tile<Keys, Panel<A>::TOKENS> tile;
+  Tile<Keys, SCORED<A>> tile;
   const uint16_t* keys = k.codes_at(pair.pair, slot);
-  for (int t = 0; t < count;) {
-    const int end = std::min<int64_t>(count, ((slot + t) / K::GROUP + 1) * K::GROUP - slot);
-    Query<A> query;
-    scale_query(k.qparams_at(pair.pair, slot + t), panel, query);
-    for (; t < end; t += Panel<A>::TOKENS) {
+  // A group's query is scaled beside the products of the group before it: its divisions take long.
+  Query<A> queries[2];
+  for (int t = 0, next = 0, group = 0; t < count; group++) {
+    const int end = next;
+    if (end < count) {
+      scale_query(k.qparams_at(pair.pair, slot + end), panel, queries[group % 2]);
+      next = std::min<int64_t>(count, ((slot + end) / K::GROUP + 1) * K::GROUP - slot);
+    }
+    const Query<A>& query = queries[(group + 1) % 2];
+    for (; t < end; t += SCORED<A>) {
       const uint16_t* codes = keys + t * Keys::WORDS;
-      put_scores(code_sums(tile.read(codes, end - t), query, nullptr), first + t, block);
+      Floats scores[Query<A>::SETS];
+      code_sums(tile.read(codes, end - t), query, nullptr, scores);
+      each<0, Query<A>::SETS>([&](auto set) {
+        put_scores(scores[set], first + t + set * Panel<A>::TOKENS, block);
+      });
     }
     t = end;
   }

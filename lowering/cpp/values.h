@@ -43,34 +43,39 @@ void scale_weights(const Pair<A>& pair, int64_t slot, int first, int count, Bloc
   using V = typename A::V;
   constexpr int ROWS = A::ROWS;
   const V& v = pair.a.v;
+  Floats tops[V::Code::GROUPS][ROWS]{};
   for (int g = 0; g < V::Code::GROUPS; g++) {
-    Floats base[ROWS]{}, tops[ROWS]{};
+    Floats base[ROWS]{}, top[ROWS]{};
     for (int t = 0; t < count; t += LANES) {
       const auto* place = v.qparams_at(pair.pair, slot) + g * v.capacity + t;
       const Affine affine = load_affine<typename V::Number>(place, std::min(count - t, LANES));
       __builtin_prefetch(place + Block<A>::SIZE);
-      for (int r = 0; r < ROWS; r++) {
+      each<0, ROWS>([&](auto r) {
         // The weights of tokens behind count belong to exact values, or, where slots do not lie one
         // behind the other, to none.
         Floats weight = load<Floats, LANES>(block.scores[r] + first + t);
         if constexpr (V::SCATTERED) weight = select(lane_numbers() < count - t, weight, Floats{});
         base[r] += weight * affine.minimum;
         weight *= affine.scale;
-        if constexpr (IN_INTEGERS<V>) tops[r] = maximum(tops[r], weight);
+        if constexpr (IN_INTEGERS<V>) top[r] = maximum(top[r], weight);
         store<LANES>(block.weights[r][g] + first + t, weight);
-      }
-    }
-    const Floats bases = join_rows(base, add<Floats>);
-    each<0, ROWS>([&](auto r) { block.base[r][g] = bases[r * (LANES / ROWS)]; });
-    if constexpr (IN_INTEGERS<V>) {
-      const Steps steps(tops, limit_of(Block<A>::SIZE, V::MAX_CODE));
-      each<0, ROWS>([&](auto r) {
-        block.steps[r][g] = steps.step(r);
-        for (int t = first; t < first + count; t += LANES)
-          steps.store(r, block.integers[r][g] + t, load<Floats, LANES>(block.weights[r][g] + t));
       });
     }
+    const Floats bases = join_rows(base, add<Floats>);
+    each<0, ROWS>([&](auto r) {
+      block.base[r][g] = bases[r * (LANES / ROWS)];
+      tops[g][r] = top[r];
+    });
   }
+  if constexpr (IN_INTEGERS<V>)
+    for (int g = 0; g < V::Code::GROUPS; g++) {
+      const Steps steps(tops[g], limit_of(Block<A>::SIZE, V::Code::Codes::MAX_LEFT));
+      each<0, ROWS>([&](auto r) {
+        block.steps[r][g] = steps.step(r);
+        steps.store(r, block.integers[r][g] + first, block.weights[r][g] + first,
+                    round_up(count, LANES));
+      });
+    }
 }
 
 // Sums of codes times weights, of one token of each vector's place at a time.
@@ -81,8 +86,12 @@ template <class A> struct FloatSums {
 
   Codes words;
 
-  template <int CHAIN, int STEP, int AT, int SIZE> void start(const uint16_t* tokens) {
-    words.template start<CHAIN, STEP, AT, TOKENS == 1 ? SIZE : LANES>(tokens, Code::WIDTH);
+  template <int CHAIN, int STEP, int AT, int SIZE, int VECTORS>
+  static void start(const uint16_t* tokens, FloatSums (&sums)[VECTORS]) {
+    each<0, VECTORS>([&](auto v) {
+      sums[v].words.template start<CHAIN, STEP, AT + v * LANES, TOKENS == 1 ? SIZE : LANES>(
+          tokens, Code::WIDTH);
+    });
   }
   template <int PLANE> Floats next() {
     const Floats code = shifted_code<PLANE>(words);
@@ -94,6 +103,7 @@ template <class A> struct FloatSums {
   static Floats add(Floats sums, Floats codes, Floats weights) { return sums + codes * weights; }
   static float step(const Block<A>&, int, int) { return 1; }
   static constexpr float unit(int plane) { return ::unit<Codes>(plane); }
+  template <int PART, int VECTORS> static Floats ordered(const Floats (&x)[VECTORS]) { return x[PART]; }
 };
 
 // The same of two tokens, in integers.
@@ -103,15 +113,28 @@ template <class A> struct IntegerSums {
 
   Ints words;
 
-  template <int, int, int AT, int> void start(const uint16_t* tokens) {
-    words = load_pairs<std::min(Code::WIDTH, LANES)>(tokens + AT, Code::WORDS);
+  template <int, int, int AT, int, int VECTORS>
+  static void start(const uint16_t* tokens, IntegerSums (&sums)[VECTORS]) {
+    if constexpr (VECTORS == 2) {
+      constexpr auto HALF = std::make_integer_sequence<int, 2 * LANES>{};
+      const auto one = load<Int16s, 2 * LANES>(tokens + AT);
+      const auto other = load<Int16s, 2 * LANES>(tokens + AT + Code::WORDS);
+      sums[0].words = unpack_pairs<0>(one, other, HALF);
+      sums[1].words = unpack_pairs<4>(one, other, HALF);
+    } else {
+      sums[0].words = load_pairs<std::min(Code::WIDTH, LANES)>(tokens + AT, Code::WORDS);
+    }
   }
-  template <int PLANE> Ints next() { return Code::Codes::template pairs<PLANE>(words); }
+  template <int PLANE> Ints next() { return Code::Codes::template pairs_left<PLANE>(words); }
   static const auto& weights(const Block<A>& block) { return block.integers; }
   static Ints read(const int16_t* weights) { return stretch_pairs<Code::TOKENS>(weights); }
   static Ints add(Ints sums, Ints codes, Ints weights) { return add_products(sums, codes, weights); }
   static float step(const Block<A>& block, int row, int group) { return block.steps[row][group]; }
-  static constexpr float unit(int) { return 1; }
+  static constexpr float unit(int plane) { return 1.0f / (1 << Code::Codes::left(plane)); }
+  template <int PART, int VECTORS> static Floats ordered(const Floats (&x)[VECTORS]) {
+    if constexpr (VECTORS == 2) return in_word_order<PART>(x, std::make_integer_sequence<int, LANES>{});
+    else return x[0];
+  }
 };
 
 // Adds `count` packed values, whose words these are, for tokens first ... of the block.
@@ -145,9 +168,7 @@ __attribute__((flatten)) void packed_values(
       const auto* weights = Sums::weights(block)[0][0] + first;
       const auto add = [&](const uint16_t* tokens) __attribute__((always_inline)) {
         Sums sums[VECTORS];
-        each<0, VECTORS>([&](auto v) {
-          sums[v].template start<CHAIN, STEP, AT + v * LANES, WIDTH>(tokens);
-        });
+        Sums::template start<CHAIN, STEP, AT, WIDTH>(tokens, sums);
         each<0, HERE>([&](auto j) {
           constexpr int PLANE = Codes::plane(CHAIN, STEP + j);
           using Span = typename Values::template Span<PLANE, AT>;
@@ -181,10 +202,14 @@ __attribute__((flatten)) void packed_values(
           if constexpr (Values::TOKENS > 1)
             base = select(lane_numbers() < Values::WIDTH, base, Floats{});
           const Floats step = spread<Span>([&](int g) { return all(Sums::step(block, r, g)); });
+          Floats added[VECTORS];
+          each<0, VECTORS>([&](auto v) {
+            const Floats sum = __builtin_convertvector(out[j * VECTORS + v][r], Floats) * Sums::unit(PLANE);
+            added[v] = base + sum * step;
+          });
           each<0, VECTORS>([&](auto v) {
             float* total = panel.rows[r].packed + PLANE * Values::PADDED + AT + v * LANES;
-            const Floats sum = __builtin_convertvector(out[j * VECTORS + v][r], Floats) * Sums::unit(PLANE);
-            store<LANES>(total, load<Floats, LANES>(total) + (base + sum * step));
+            store<LANES>(total, load<Floats, LANES>(total) + Sums::template ordered<v>(added));
           });
         });
       });

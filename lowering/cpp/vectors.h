@@ -20,6 +20,7 @@ constexpr int LANES = KVPASS_LANES;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+typedef uint16_t Words __attribute__((vector_size(4 * LANES)));
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -109,6 +110,14 @@ inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 inline Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
+// The magnitude of x, or what is larger of those before.
+inline Floats larger_magnitude(Floats before, Floats x) {
+#if KVPASS_LANES == 16 && defined(__AVX512DQ__)
+  return (Floats)_mm512_range_ps((__m512)before, (__m512)x, 0b1011);
+#else
+  return maximum(before, magnitude(x));
+#endif
+}
 
 #if defined(__clang__)
 #define SHUFFLE(a, b, index) __builtin_shufflevector(a, b, index...)

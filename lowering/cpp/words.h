@@ -29,17 +29,25 @@ template <int BITS> struct Bits {
   static constexpr int width(int dim) { return dim / COUNT; }
   static constexpr int plane(int, int step) { return step; }
   static constexpr int shift(int plane) { return BITS * plane; }
+  static constexpr int MASK = (1 << BITS) - 1;
 
   Ints words;
 
   template <int CHAIN, int STEP, int AT, int SIZE> void start(const uint16_t* token, int) {
     words = load_words<AT, SIZE>(token);
   }
-  template <int PLANE> Ints shifted() const { return words & (((1 << BITS) - 1) << shift(PLANE)); }
+  template <int PLANE> Ints shifted() const { return words & MASK << shift(PLANE); }
   void next() {}
   // Codes of two words in each lane, as two numbers.
   template <int PLANE> static Ints pairs(Ints words) {
-    return words >> shift(PLANE) & ((1 << BITS) - 1) * 0x10001;
+    if constexpr (PLANE == COUNT - 1) return (Ints)((Words)words >> shift(PLANE));
+    return words >> shift(PLANE) & MASK * 0x10001;
+  }
+  // The same times 2^left, for which a byte's codes need no shift each.
+  static constexpr int left(int plane) { return shift(plane) % 8; }
+  static constexpr int MAX_LEFT = MASK << BITS * (COUNT - 1) % 8;
+  template <int PLANE> static Ints pairs_left(Ints words) {
+    return words >> (shift(PLANE) - left(PLANE)) & (MASK << left(PLANE)) * 0x10001;
   }
 
   template <int PLANE> static void put(Ints (&words)[PARTS], Ints code) {
