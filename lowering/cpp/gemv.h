@@ -1,33 +1,46 @@
 // Attention of few query rows, straight from packed words.
 #pragma once
-#include <cmath>
-
 #include "functions.h"
 #include "scores.h"
 #include "values.h"
 
 namespace {
 
-// Scores become weights; what the row has summed so far is scaled to the new maximum.
-template <int BLOCK, class Row> void softmax(float* scores, int count, Row& row) {
-  for (int t = count; t < BLOCK; t++) scores[t] = -INFINITE;
-  Floats tops = all(row.top);
-  for (int t = 0; t < BLOCK; t += LANES) tops = maximum(tops, load<Floats, LANES>(scores + t));
-  const float top = join_lanes(tops, maximum);
+// Scores become weights; what the rows have summed so far is scaled to their new maxima. All rows
+// together, for each of these steps waits for the one before it.
+template <class A> void softmax(Block<A>& block, int count, Panel<A>& panel) {
+  constexpr int ROWS = A::ROWS, SIZE = Block<A>::SIZE;
+  Floats before[ROWS], tops[ROWS], totals[ROWS]{};
+  each<0, ROWS>([&](auto r) {
+    for (int t = count; t < SIZE; t++) block.scores[r][t] = -INFINITE;
+    tops[r] = before[r] = all(panel.rows[r].top);
+  });
+  const auto scores = [&](int r, int t) { return load<Floats, LANES>(block.scores[r] + t); };
+  for (int t = 0; t < SIZE; t += LANES)
+    each<0, ROWS>([&](auto r) { tops[r] = maximum(tops[r], scores(r, t)); });
+  // Lane r * (LANES / ROWS) and those behind it: row r's.
+  const Floats top = join_rows(tops, maximum);
   // Nothing is visible yet: subtract 0, since -inf - -inf is NaN.
-  const float pivot = top == -INFINITE ? 0.0f : top;
-  const float shrink = std::exp(row.top - pivot);
-  Floats total{};
-  for (int t = 0; t < BLOCK; t += LANES) {
-    const Floats weight = exponential(load<Floats, LANES>(scores + t) - pivot);
-    total += weight;
-    store<LANES>(scores + t, weight);
-  }
-  row.top = top;
-  row.total = row.total * shrink + sum(total);
-  if (shrink == 1.0f) return;
-  for (float& x : row.exact) x *= shrink;
-  for (float& x : row.packed) x *= shrink;
+  const Floats pivot = select(top == -INFINITE, Floats{}, top);
+  const Floats last = join_rows(before, maximum);
+  const Floats shrink = select(last == top, all(1), exponential(last - pivot));
+  each<0, ROWS>([&](auto r) { tops[r] = all(pivot[r * (LANES / ROWS)]); });
+  for (int t = 0; t < SIZE; t += LANES)
+    each<0, ROWS>([&](auto r) {
+      const Floats weight = exponential(scores(r, t) - tops[r]);
+      totals[r] += weight;
+      store<LANES>(block.scores[r] + t, weight);
+    });
+  const Floats total = join_rows(totals, add<Floats>);
+  each<0, ROWS>([&](auto r) {
+    constexpr int LANE = r * (LANES / ROWS);
+    auto& row = panel.rows[r];
+    row.top = top[LANE];
+    row.total = row.total * shrink[LANE] + total[LANE];
+    if (shrink[LANE] == 1.0f) return;
+    for (float& x : row.exact) x *= shrink[LANE];
+    for (float& x : row.packed) x *= shrink[LANE];
+  });
 }
 
 template <class A> void start_panel(const Pair<A>& pair, int64_t first, Panel<A>& panel) {
@@ -77,8 +90,8 @@ void attend_panel(
     float* scores = block.scores[r];
     if (pair.a.softcap > 0) cap_scores(scores, count, pair.a.softcap);
     pair.template mask_scores<1>(start, count, first_row + r, scores);
-    softmax<Block<A>::SIZE>(scores, count, panel.rows[r]);
   }
+  softmax(block, count, panel);
   each_run_read(
       pair, pair.values, start, count, block.values,
       [&](int64_t slot, int first, int n) {
