@@ -55,7 +55,8 @@ void merge(const A& a, const PanelOf<A>* parts, int64_t splits, int64_t stride, 
     for (int d = 0; d < DIM; d++) result[d] = shrink * carried[d];
   for (int64_t s = 0; s < splits; s++) {
     const PanelOf<A>& part = parts[s * stride];
-    if (part.top(r) == -INFINITE) continue;
+    // It saw no token. Scores that are no numbers leave no number in its total.
+    if (part.top(r) == -INFINITE && part.total(r) == 0) continue;
     const float factor = std::exp(part.top(r) - top);
     total += part.total(r) * factor;
     part.add_values(r, factor, result);
@@ -66,14 +67,14 @@ void merge(const A& a, const PanelOf<A>* parts, int64_t splits, int64_t stride, 
     carried[DIM] = top;
     carried[DIM + 1] = total;
   } else {
-    const float inverse = total > 0 ? 1 / total : 0;
+    const float inverse = total == 0 ? 0 : 1 / total;
     auto* out = a.out + row * (DIM + A::PARTIAL);
     each_vector<DIM>([&](auto at, auto width) {
       const Floats x = load<Floats, LANES>(result + at) * inverse;
       store_numbers<width>(out + at, x);
     });
     // The weight of these tokens among others.
-    if constexpr (A::PARTIAL) out[DIM] = total > 0 ? top + std::log(total) : -INFINITE;
+    if constexpr (A::PARTIAL) out[DIM] = total == 0 ? -INFINITE : top + std::log(total);
   }
 }
 

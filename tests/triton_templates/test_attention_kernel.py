@@ -81,6 +81,16 @@ def test_partial_attention_says_what_it_weighs(plans):
         assert relative_error(*seen) <= TRITON_ATTENTION[q.dtype]
 
 
+@pytest.mark.parametrize("plans", [kivi(4), ("fp", "fp")], ids=str)
+def test_a_query_that_is_no_number_shows(plans):
+    q = query(1, 4, 1, 64)
+    q[0, 1, 0, 3] = torch.nan
+    arguments = (q, *states(plans, 300), None, 0.125, *plans)
+    for found in (attention(*arguments), attention_partial(*arguments)):
+        assert found[0, 1].isnan().all()
+        assert not found[0, [0, 2, 3]].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kivi_in_other_dtypes(dtype):
     plans = kivi(2)

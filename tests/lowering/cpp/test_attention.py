@@ -9,7 +9,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpass.bench.contenders import decoded_rows
-from lowering.cpp.attention import attention, row_size, unsupported_reason
+from lowering.cpp.attention import (
+    attention,
+    attention_partial,
+    row_size,
+    unsupported_reason,
+)
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
@@ -384,3 +389,17 @@ def test_a_score_that_is_no_number_shows(plans):
     assert out.isnan().all()
     other = attention(query(8, 1, 64), keys, values, mask, 0.125, *plans)[0]
     assert not other.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+@pytest.mark.parametrize("n", [1, 40], ids=["few rows", "many"])
+def test_a_query_that_is_no_number_shows(n, number, dtype):
+    """Also where codes are multiplied as integers, and where rows are those of a matrix."""
+    plans, dim, heads = INTEGERS[0]
+    q = query(heads, n, dim, dtype)
+    q[0, 1, n // 2, 3] = number
+    arguments = (q, *states(plans, 300, dim=dim, dtype=dtype), None, 0.125, *plans)
+    for found in (attention(*arguments), attention_partial(*arguments)):
+        assert found[0, 1, n // 2].isnan().all()
+        assert found.isnan().sum() == found.shape[-1]
