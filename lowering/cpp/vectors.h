@@ -128,19 +128,21 @@ inline Floats larger_magnitude(Floats before, Floats x) {
 template <int N> using Constant = std::integral_constant<int, N>;
 
 // Calls body(offset, count) for every vector of SIZE elements; both are compile-time constants.
-template <int SIZE, int FIRST = 0, class Body> inline void each_vector(const Body& body) {
-  if constexpr (FIRST < SIZE) {
-    body(Constant<FIRST>{}, Constant<std::min(LANES, SIZE - FIRST)>{});
-    each_vector<SIZE, FIRST + LANES>(body);
-  }
+template <int SIZE, class Body, int... I>
+inline void each_vector(const Body& body, std::integer_sequence<int, I...>) {
+  (body(Constant<I * LANES>{}, Constant<std::min(LANES, SIZE - I * LANES)>{}), ...);
+}
+template <int SIZE, class Body> inline void each_vector(const Body& body) {
+  each_vector<SIZE>(body, std::make_integer_sequence<int, (SIZE + LANES - 1) / LANES>{});
 }
 
 // Calls body(i) for i in FIRST ... LAST - 1, compile-time constants.
+template <int FIRST, class Body, int... I>
+inline void each(const Body& body, std::integer_sequence<int, I...>) {
+  (body(Constant<FIRST + I>{}), ...);
+}
 template <int FIRST, int LAST, class Body> inline void each(const Body& body) {
-  if constexpr (FIRST < LAST) {
-    body(Constant<FIRST>{});
-    each<FIRST + 1, LAST>(body);
-  }
+  each<FIRST>(body, std::make_integer_sequence<int, std::max(0, LAST - FIRST)>{});
 }
 
 }  // namespace
