@@ -158,7 +158,9 @@ def _ranges(codec: Codec, x: Tensor, qparams: Tensor | None) -> tuple[Tensor, Te
 
 def _range(codec: Codec, low: Tensor, high: Tensor) -> Tensor:
     """The qparams of groups between ``low`` and ``high``: scale and minimum, or with a codebook
-    half the width and the centre (KVQuant, section 3.3)."""
+    half the width and the centre (KVQuant, section 3.3). Those of a group that holds what is
+    infinite or no number are none, and so is what it decodes to."""
+    low = torch.where((low > -torch.inf) & (high < torch.inf), low, torch.nan)
     if codec.codebook is not None:
         scale, minimum = (high - low) / 2, (high + low) / 2
     else:

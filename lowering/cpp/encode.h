@@ -4,10 +4,25 @@
 
 namespace {
 
+// The smaller and the larger of two extremes. Once one of them is no number, they stay so.
+inline float smaller(float low, float x) { return x < low || x != x ? x : low; }
+inline float larger(float high, float x) { return x > high || x != x ? x : high; }
+
+// The extremes of SIZE numbers.
+template <int SIZE> inline std::pair<float, float> extremes(const float* x) {
+  float low = x[0], high = x[0];
+  for (int i = 1; i < SIZE; i++) {
+    low = smaller(low, x[i]);
+    high = larger(high, x[i]);
+  }
+  return {low, high};
+}
+
 // Sets the scale and minimum of one group from its extremes and returns them as stored. A codebook's
-// numbers lie from -1 to 1.
+// numbers lie from -1 to 1. What is infinite or no number leaves no number of its group.
 template <class X>
 inline auto set_scale(float low, float high, float factor, float& scale, float& minimum) {
+  if (!(low > -INFINITE && high < INFINITE)) low = std::numeric_limits<float>::quiet_NaN();
   scale = (high - low) * factor / (X::CODEBOOK ? 2 : X::MAX_CODE);
   minimum = X::CODEBOOK ? (high + low) / 2 : low * factor;
   return round_pair<typename X::Number>(scale, minimum);
@@ -27,17 +42,16 @@ inline void set_token_scales(
   });
   auto* qparams = state.qparams_at(pair, slot);
   for (int g = 0; g < GROUPS; g++) {
-    float* const run = x + g * X::RUN;
-    auto [low, high] = std::minmax_element(run, run + X::RUN);
+    const float* run = x + g * X::RUN;
+    auto [low, high] = extremes<X::RUN>(run);
     if constexpr (X::PERIOD < X::DIM) {
-      float* const other = run + X::PERIOD;
-      const auto [other_low, other_high] = std::minmax_element(other, other + X::RUN);
-      low = *other_low < *low ? other_low : low;
-      high = *high < *other_high ? other_high : high;
+      const auto [other_low, other_high] = extremes<X::RUN>(run + X::PERIOD);
+      low = smaller(low, other_low);
+      high = larger(high, other_high);
     }
     float scale, minimum;
     qparams[g * state.capacity] =
-        set_scale<X>(*low, *high, X::CLIPPED ? clip[g] : 1.0f, scale, minimum);
+        set_scale<X>(low, high, X::CLIPPED ? clip[g] : 1.0f, scale, minimum);
     for (int at = g * X::RUN; at < X::DIM; at += X::PERIOD) {
       std::fill_n(scales.scale + at, X::RUN, scale);
       std::fill_n(scales.minimum + at, X::RUN, minimum);
@@ -53,11 +67,14 @@ inline void set_channel_scales(
   auto* qparams = state.qparams_at(pair, slot);
   each_vector<X::DIM>([&](auto at, auto width) {
     Floats low = load_numbers<width>(row(0) + at), high = low;
+    Ints number = low == low;
     for (int t = 1; t < X::GROUP; t++) {
       const Floats x = load_numbers<width>(row(t) + at);
       low = minimum(low, x);
       high = maximum(high, x);
+      number &= x == x;
     }
+    high = select(number, high, all(INFINITE));
     for (int i = 0; i < width; i++)
       qparams[at + i] = set_scale<X>(
           low[i], high[i], factor, scales.scale[at + i], scales.minimum[at + i]);

@@ -35,17 +35,7 @@ struct Scratch {
   std::vector<int32_t> codes, channels;
 };
 
-// The extremes of SIZE numbers. Once one of them is no number, they stay so.
-template <int SIZE> inline std::pair<float, float> extremes(const float* x) {
-  float low = x[0], high = x[0];
-  for (int i = 1; i < SIZE; i++) {
-    low = x[i] < low || x[i] != x[i] ? x[i] : low;
-    high = x[i] > high || x[i] != x[i] ? x[i] : high;
-  }
-  return {low, high};
-}
-
-// The same without COUNT outliers, half of them at each end, which go to slots.
+// The extremes of SIZE numbers without COUNT outliers, half of them at each end, which go to slots.
 template <int SIZE, int COUNT>
 inline std::pair<float, float> inner_extremes(const float* x, Scratch& scratch, uint32_t* slots) {
   auto& [_, keys, codes, channels] = scratch;

@@ -18,16 +18,8 @@ template <class Codes_, int DIM_, int RUN, int PERIOD = DIM_> struct Planes {
   // No vector of words is partly filled.
   static constexpr bool WHOLE = WIDTH % LANES == 0 || TOKENS > 1;
 
-  // Vectors of pairs are full, and each has channels of one group.
-  static constexpr bool paired() {
-    constexpr int SIZE = std::min(WIDTH, 2 * LANES);
-    for (int d = 0; d < DIM; d += SIZE)
-      if (group(d) != group(std::min(d + SIZE, DIM) - 1)) return false;
-    return WIDTH % SIZE == 0 && 2 * LANES % SIZE == 0 && SIZE >= 8;
-  }
-
-  // Each run of SIZE words has channels of one group in every plane, and as many runs as there are in
-  // a vector of words, or a half or a quarter of it, are in a plane.
+  // Each run of `size` words has channels of one group in every plane, and a plane's runs fill vectors
+  // of words, or planes of several tokens do.
   static constexpr bool in_runs(int size) {
     const int runs = WIDTH / size, held = 2 * LANES / size;
     for (int d = 0; d < DIM; d += size)

@@ -150,7 +150,7 @@ __attribute__((flatten)) void packed_values(
   constexpr int ROWS = A::ROWS, BLOCK = Block<A>::SIZE, TOKENS = Sums::TOKENS;
   // Vectors beside each other that have the same weights: Intel's processors multiply one vector a
   // cycle by a number that is read for it alone, and two by one in a register.
-  constexpr int VECTORS = SUMMED<A> > 1 && Values::WIDTH % (2 * LANES) == 0 && Values::paired() ? 2 : 1;
+  constexpr int VECTORS = SUMMED<A> > 1 && Values::in_runs(2 * LANES) ? 2 : 1;
   constexpr int PLANES = std::min(SUMMED<A> / VECTORS, Codes::DEPTH);
   constexpr int PARTS = Codes::CHAINS * round_up(Codes::DEPTH, PLANES) / PLANES;
   constexpr int WIDE = VECTORS * LANES, COUNT = round_up(Values::WIDTH, WIDE) / WIDE;

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from kvpass.format.parse import parse_plan
 from kvpass.format.rope import Rope
 from kvpass.format.state import State
 from lowering.triton import append, pack
@@ -124,6 +125,18 @@ def test_pack_of_a_transposed_view():
     x = keys_like(1, 150, 2, 64, torch.float16).transpose(1, 2)
     plan = "int4.channel32/window=0,pack_every=128"
     assert_same(pack.pack(x, plan), torch.ops.kvpass.pack(x, plan), plan)
+
+
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("plan", [PLANS[1], PLANS[6], "int2.token16.fp8/window=0,pack_every=1"])
+def test_a_group_with_what_is_no_finite_number_decodes_to_none(plan, number):
+    x = keys_like(1, 2, 128, 64, torch.float16)
+    x[0, 1, 60, 7] = number
+    states = pack.pack(x, plan), torch.ops.kvpass.pack(x, plan)
+    decoded, wanted = (torch.ops.kvpass.unpack(s, 128, plan, torch.float32) for s in states)
+    assert wanted[0, 1, 60, 7].isnan()
+    assert wanted.isnan().sum() == parse_plan(plan).codec.group
+    torch.testing.assert_close(decoded, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rounding_to_fp8():

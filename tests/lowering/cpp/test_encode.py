@@ -180,6 +180,19 @@ def test_extreme_values_saturate_as_in_the_reference():
         same(pack.pack(x, plan), reference_pack(x, plan), plan)
 
 
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("plan", [*PLANS[1:5], PLANS[14], PLANS[16]])
+def test_a_group_with_what_is_no_finite_number_decodes_to_none(plan, number):
+    x = tokens_like(300, 0, torch.float32)
+    x[1, 1, 60, 7] = number
+    got, wanted = pack.pack(x, plan), reference_pack(x, plan)
+    decoded, expected = (reference_unpack(s, 300, plan, torch.float32) for s in (got, wanted))
+    assert decoded[1, 1, 60, 7].isnan()
+    assert_close(decoded, expected, rtol=0, atol=0, equal_nan=True)
+    codec = parse_plan(plan).codec
+    assert decoded.isnan().sum() == codec.group
+
+
 def test_what_is_declined():
     x = tokens_like(40, 0, torch.float32)
     state = reference_pack(x, PLANS[1])
