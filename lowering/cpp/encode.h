@@ -1,6 +1,7 @@
 // Encoding of tokens exactly as kvpass/format/quantize.py does: same words, same scales and minima.
 #pragma once
 #include "cache.h"
+#include "lanes.h"
 
 namespace {
 
@@ -11,9 +12,23 @@ inline float larger(float high, float x) { return x > high || x != x ? x : high;
 // The extremes of SIZE numbers.
 template <int SIZE> inline std::pair<float, float> extremes(const float* x) {
   float low = x[0], high = x[0];
-  for (int i = 1; i < SIZE; i++) {
-    low = smaller(low, x[i]);
-    high = larger(high, x[i]);
+  if constexpr (SIZE >= LANES) {
+    Floats least = load<Floats, LANES>(x), most = least;
+    Ints number = least == least;
+    for (int i = LANES; i < SIZE; i += LANES) {
+      // The last vector may hold some that were seen before.
+      const Floats some = load<Floats, LANES>(x + std::min(i, SIZE - LANES));
+      least = minimum(least, some);
+      most = maximum(most, some);
+      number &= some == some;
+    }
+    low = join_lanes(least, minimum);
+    high = join_lanes(select(number, most, all(INFINITE)), maximum);
+  } else {
+    for (int i = 1; i < SIZE; i++) {
+      low = smaller(low, x[i]);
+      high = larger(high, x[i]);
+    }
   }
   return {low, high};
 }
