@@ -91,10 +91,11 @@ template <int COUNT> inline Ints stretch_pairs(const int16_t* numbers) {
 template <int SIZE, int... I> inline Ints interleave(Int16s words, std::integer_sequence<int, I...>) {
   return (Ints)SHUFFLE(words, words, (I / 2 / SIZE * 2 * SIZE + I / 2 % SIZE + I % 2 * SIZE));
 }
-// Of two tokens' words, or of as many tokens as fill a vector.
-template <int SIZE> inline Ints load_pairs(const uint16_t* tokens, int words) {
+// Of two tokens' words, WIDTH of them, or of as many tokens as fill a vector; from the first word on
+// where these fill less than one.
+template <int WIDTH> inline Ints load_pairs(const uint16_t* tokens, int words) {
   constexpr auto HALF = std::make_integer_sequence<int, 2 * LANES>{};
-  if constexpr (SIZE <= LANES) return interleave<SIZE>(load<Int16s, 2 * LANES>(tokens), HALF);
+  if constexpr (WIDTH <= LANES) return interleave<WIDTH>(load<Int16s, 2 * LANES>(tokens), HALF);
   // Put together in memory, they would be waited for.
   else return widen(load<Shorts, LANES>(tokens)) | widen(load<Shorts, LANES>(tokens + words)) << 16;
 }

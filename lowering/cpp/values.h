@@ -122,7 +122,7 @@ template <class A> struct IntegerSums {
       sums[0].words = unpack_pairs<0>(one, other, HALF);
       sums[1].words = unpack_pairs<4>(one, other, HALF);
     } else {
-      sums[0].words = load_pairs<std::min(Code::WIDTH, LANES)>(tokens + AT, Code::WORDS);
+      sums[0].words = load_pairs<Code::WIDTH>(tokens + AT, Code::WORDS);
     }
   }
   template <int PLANE> Ints next() { return Code::Codes::template pairs_left<PLANE>(words); }

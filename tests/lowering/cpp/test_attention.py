@@ -114,6 +114,9 @@ INTEGERS = [
     (kivi(2), 64, 4),
     (("int2.token64/window=8,pack_every=1", "int1.token64/window=5,pack_every=1"), 64, 8),
     (("int4.token32/window=40,pack_every=1", "int8.token64/window=8,pack_every=4"), 128, 2),
+    # Two groups in what would be two vectors with one weight, and three of them.
+    (("int4.token16/window=40,pack_every=1", "int4.token16/window=8,pack_every=4"), 128, 8),
+    ((kivi(4)[0], "int4.token64/window=8,pack_every=1"), 192, 8),
     (
         ("int8.channel64/window=16,pack_every=64", "int2.token32.half_split/window=3,pack_every=1"),
         128,
