@@ -55,8 +55,8 @@ void merge(const A& a, const PanelOf<A>* parts, int64_t splits, int64_t stride, 
     for (int d = 0; d < DIM; d++) result[d] = shrink * carried[d];
   for (int64_t s = 0; s < splits; s++) {
     const PanelOf<A>& part = parts[s * stride];
-    // It saw no token. Scores that are no numbers leave no number in its total.
-    if (part.top(r) == -INFINITE && part.total(r) == 0) continue;
+    // It saw no token: the largest score weighs 1. Scores that are no numbers leave none in the total.
+    if (part.total(r) == 0) continue;
     const float factor = std::exp(part.top(r) - top);
     total += part.total(r) * factor;
     part.add_values(r, factor, result);

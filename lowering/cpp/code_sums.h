@@ -58,9 +58,9 @@ inline Vector join_sums(Vector (&sums)[LANES / HELD]) {
   return in_order<HELD, TOKENS>(lane_sums(sums), std::make_integer_sequence<int, LANES>{});
 }
 
-// Scores of SCORED tokens, TOKENS in each vector: lane r * TOKENS + u is row r's for token u. scale(group, token): what
-// its codes, and those of tokens behind it, are multiplied by; where one scale is for all channels,
-// that is left to the caller.
+// Scores of SCORED tokens, TOKENS in each vector: lane r * TOKENS + u is row r's for token u.
+// scale_of(group, token): what its codes, and those of tokens behind it, are multiplied by; where one
+// scale is for all channels, that is left to the caller.
 template <class A, class Scale>
 inline void code_sums(const uint16_t* codes, const FloatQuery<A>& query, const Scale& scale_of,
                       Floats (&scores)[1]) {

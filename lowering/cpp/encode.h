@@ -5,30 +5,36 @@
 
 namespace {
 
-// The smaller and the larger of two extremes. Once one of them is no number, they stay so.
-inline float smaller(float low, float x) { return x < low || x != x ? x : low; }
-inline float larger(float high, float x) { return x > high || x != x ? x : high; }
+// A number, infinite where it is none, so that the largest of a group tells.
+inline float or_infinite(float x) { return x == x ? x : INFINITE; }
 
-// The extremes of SIZE numbers.
+// The extremes of each lane of some vectors; the larger one is infinite where one was no number.
+struct Extremes {
+  Floats low, most;
+  Ints number;
+
+  explicit Extremes(Floats x) : low(x), most(x), number(x == x) {}
+  void add(Floats x) {
+    low = minimum(low, x);
+    most = maximum(most, x);
+    number &= x == x;
+  }
+  Floats high() const { return select(number, most, all(INFINITE)); }
+};
+
+// The same of SIZE numbers.
 template <int SIZE> inline std::pair<float, float> extremes(const float* x) {
-  float low = x[0], high = x[0];
   if constexpr (SIZE >= LANES) {
-    Floats least = load<Floats, LANES>(x), most = least;
-    Ints number = least == least;
-    for (int i = LANES; i < SIZE; i += LANES) {
-      // The last vector may hold some that were seen before.
-      const Floats some = load<Floats, LANES>(x + std::min(i, SIZE - LANES));
-      least = minimum(least, some);
-      most = maximum(most, some);
-      number &= some == some;
-    }
-    low = join_lanes(least, minimum);
-    high = join_lanes(select(number, most, all(INFINITE)), maximum);
-  } else {
-    for (int i = 1; i < SIZE; i++) {
-      low = smaller(low, x[i]);
-      high = larger(high, x[i]);
-    }
+    Extremes ends(load<Floats, LANES>(x));
+    // The last vector may hold some that were seen before.
+    for (int i = LANES; i < SIZE; i += LANES)
+      ends.add(load<Floats, LANES>(x + std::min(i, SIZE - LANES)));
+    return {join_lanes(ends.low, minimum), join_lanes(ends.high(), maximum)};
+  }
+  float low = INFINITE, high = -INFINITE;
+  for (int i = 0; i < SIZE; i++) {
+    low = std::min(low, x[i]);
+    high = std::max(high, or_infinite(x[i]));
   }
   return {low, high};
 }
@@ -61,8 +67,8 @@ inline void set_token_scales(
     auto [low, high] = extremes<X::RUN>(run);
     if constexpr (X::PERIOD < X::DIM) {
       const auto [other_low, other_high] = extremes<X::RUN>(run + X::PERIOD);
-      low = smaller(low, other_low);
-      high = larger(high, other_high);
+      low = std::min(low, other_low);
+      high = std::max(high, other_high);
     }
     float scale, minimum;
     qparams[g * state.capacity] =
@@ -81,18 +87,12 @@ inline void set_channel_scales(
   const float factor = X::CLIPPED ? *state.clip : 1.0f;
   auto* qparams = state.qparams_at(pair, slot);
   each_vector<X::DIM>([&](auto at, auto width) {
-    Floats low = load_numbers<width>(row(0) + at), high = low;
-    Ints number = low == low;
-    for (int t = 1; t < X::GROUP; t++) {
-      const Floats x = load_numbers<width>(row(t) + at);
-      low = minimum(low, x);
-      high = maximum(high, x);
-      number &= x == x;
-    }
-    high = select(number, high, all(INFINITE));
+    Extremes ends(load_numbers<width>(row(0) + at));
+    for (int t = 1; t < X::GROUP; t++) ends.add(load_numbers<width>(row(t) + at));
+    const Floats high = ends.high();
     for (int i = 0; i < width; i++)
       qparams[at + i] = set_scale<X>(
-          low[i], high[i], factor, scales.scale[at + i], scales.minimum[at + i]);
+          ends.low[i], high[i], factor, scales.scale[at + i], scales.minimum[at + i]);
   });
 }
 

@@ -42,7 +42,7 @@ inline std::pair<float, float> inner_extremes(const float* x, Scratch& scratch, 
   constexpr int HALF = COUNT / 2;
   // What is no number counts as largest.
   for (int i = 0; i < SIZE; i++) {
-    keys[i] = x[i] == x[i] ? x[i] : INFINITE;
+    keys[i] = or_infinite(x[i]);
     channels.push_back(i);
   }
   const auto below = [&keys = keys](int a, int b) { return keys[a] < keys[b]; };

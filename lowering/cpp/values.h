@@ -125,7 +125,9 @@ template <class A> struct IntegerSums {
       sums[0].words = load_pairs<Code::WIDTH>(tokens + AT, Code::WORDS);
     }
   }
-  template <int PLANE> Ints next() { return Code::Codes::template pairs_left<PLANE>(words); }
+  template <int PLANE> Ints next() {
+    return Code::Codes::template pairs<PLANE, Code::Codes::left(PLANE)>(words);
+  }
   static const auto& weights(const Block<A>& block) { return block.integers; }
   static Ints read(const int16_t* weights) { return stretch_pairs<Code::TOKENS>(weights); }
   static Ints add(Ints sums, Ints codes, Ints weights) { return add_products(sums, codes, weights); }

@@ -38,17 +38,14 @@ template <int BITS> struct Bits {
   }
   template <int PLANE> Ints shifted() const { return words & MASK << shift(PLANE); }
   void next() {}
-  // Codes of two words in each lane, as two numbers.
-  template <int PLANE> static Ints pairs(Ints words) {
-    if constexpr (PLANE == COUNT - 1) return (Ints)((Words)words >> shift(PLANE));
-    return words >> shift(PLANE) & MASK * 0x10001;
+  // Codes of two words in each lane, as two numbers, times 2^LEFT.
+  template <int PLANE, int LEFT = 0> static Ints pairs(Ints words) {
+    if constexpr (PLANE == COUNT - 1 && !LEFT) return (Ints)((Words)words >> shift(PLANE));
+    else return words >> (shift(PLANE) - LEFT) & (MASK << LEFT) * 0x10001;
   }
-  // The same times 2^left, for which a byte's codes need no shift each.
+  // For which a byte's codes need no shift each, and the largest of them then.
   static constexpr int left(int plane) { return shift(plane) % 8; }
   static constexpr int MAX_LEFT = MASK << BITS * (COUNT - 1) % 8;
-  template <int PLANE> static Ints pairs_left(Ints words) {
-    return words >> (shift(PLANE) - left(PLANE)) & (MASK << left(PLANE)) * 0x10001;
-  }
 
   template <int PLANE> static void put(Ints (&words)[PARTS], Ints code) {
     words[0] |= code << shift(PLANE);
