@@ -5,18 +5,33 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
 from kvpass.tensor.dispatch import DECODES
+from tests.precompiled import precompile
 
 settings.register_profile("kvpass", deadline=None, max_examples=40, print_blob=True)
 settings.load_profile("kvpass")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes run tests, so many that it gains, the first prepares compiling."""
+    others = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if others and not INTERPRETED:
+        folder = Path(tempfile.mkdtemp(prefix="kvpass-tests-"))
+        config.add_cleanup(partial(shutil.rmtree, folder))
+        if precompile(folder / "include"):
+            os.environ["CPLUS_INCLUDE_PATH"] = str(folder / "include")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

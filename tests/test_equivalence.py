@@ -26,11 +26,13 @@ RECIPES = {
 STEPS = [70] + [1] * 20
 
 
-# (Without padding in float32, of other families: tests/test_zoo.py.)
+# (Without padding in float32, of other families: tests/test_zoo.py.) These differ from Llama in
+# what projects keys and values only, as cases of tests/test_folding.py do.
+ALIKE = ("qwen2", "qwen3", "gemma")
 PADDED, BF16 = ("sdpa", torch.float32, True), ("sdpa", torch.bfloat16, False)
 WRITTEN_OUT = ("eager", torch.float32, True)
 CASES = [
-    *((family, *PADDED, "kivi-4bit") for family in FAMILIES),
+    *((family, *PADDED, "kivi-4bit") for family in FAMILIES if family not in ALIKE),
     *((family, *BF16, "kivi-2bit") for family in ("llama", "falcon")),
     *((family, *WRITTEN_OUT, "kivi-4bit") for family in ("llama", "gpt_neox")),
     *(("llama", *case, "fp") for case in (PADDED, BF16, WRITTEN_OUT)),
@@ -122,7 +124,7 @@ def test_chats_and_small_steps(name: str, attention: str, padded: bool) -> None:
     assert (got - wanted)[visible].abs().max().item() <= logits(torch.float32, name)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33])
+@pytest.mark.parametrize("length", [1, 15, 16, 33])
 def test_short_first_prompts(length: int) -> None:
     """Contexts of at most the residual, with grouped queries."""
     model, chosen = tiny_model("llama", layers=1), RECIPES["kivi-2bit"]

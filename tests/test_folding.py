@@ -322,7 +322,7 @@ def test_generate(beams: int) -> None:
 def test_what_is_folded_in_place_needs_no_copies(
     family: str, plan_of: PlanOf, keys_stay: bool, copies: bool
 ) -> None:
-    model = tiny_model(family)
+    model = tiny_model(family, layers=1)
     plan, twin = plan_of(model, KEYS, VALUES), copy.deepcopy(model)
     torch._dynamo.reset()
     folded = fold_inplace(twin, plan)

@@ -22,6 +22,7 @@ from kvpass.plan import Calibration, LayerPlan, Plan
 from tests import tolerances
 from tests.bases import paired, rotation
 from tests.models import tiny_model
+from tests.once import made_once
 from tests.rank_worker import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +55,11 @@ def save_plans(model: Any, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What `tests.rank_worker` has found, by rank."""
-    folder = tmp_path_factory.mktemp("ranks")
+    folder = made_once(tmp_path_factory, "ranks", launch)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def launch(folder: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": HEADS, "hidden_size": 128}
     model = tiny_model("qwen2", layers=len(LAYERS), **sizes)
     with torch.no_grad():
@@ -75,7 +80,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "plan"])

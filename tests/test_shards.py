@@ -21,11 +21,11 @@ from kvpass.format.shard import Shard
 from kvpass.recipes import written_recipe
 from tests import tolerances
 from tests.models import prompt, tiny_model
+from tests.once import made_once
 from tests.shard_worker import PROMPT
 
 ROOT = Path(__file__).parent.parent
 CALIBRATED: dict[str, dict[str, Any]] = {
-    "skvq-k2v2": {"group": 16},
     "kvquant-nuq3-1%": {},
     "kvmix": {"exact": "pivotal", "group": 8},
 }
@@ -47,17 +47,24 @@ def launch(folder: Path, ranks: int, *names: str) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
+    return findings(folder, ranks)
+
+
+def findings(folder: Path, ranks: int) -> list[dict[str, Any]]:
     every = (folder / f"rank{rank}of{ranks}.json" for rank in range(ranks))
     return [json.loads(path.read_text()) for path in every]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, model = tmp_path_factory.mktemp("shards"), tiny_model("llama", layers=1)
-    for name, fields in CALIBRATED.items():
-        plan = kvpass.calibrate(model, name, [prompt(1, 200)], progress=False, **fields)
-        plan.save(folder / f"{name}.safetensors")
-    return launch(folder, 2)
+    def calibrate_and_launch(folder: Path) -> None:
+        model = tiny_model("llama", layers=1)
+        for name, fields in CALIBRATED.items():
+            plan = kvpass.calibrate(model, name, [prompt(1, 200)], progress=False, **fields)
+            plan.save(folder / f"{name}.safetensors")
+        launch(folder, 2)
+
+    return findings(made_once(tmp_path_factory, "shards", calibrate_and_launch), 2)
 
 
 @pytest.mark.parametrize("run", [*RECIPES, *CHUNKED, "padded", "decoded"])

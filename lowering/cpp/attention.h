@@ -1,8 +1,8 @@
 // Softmax attention of query rows over a cache: see kvpass/ops/attention.py.
 #pragma once
-#include <cmath>
-
 #include "pair.h"
+
+#include <cmath>
 
 namespace {
 

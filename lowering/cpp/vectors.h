@@ -1,5 +1,13 @@
 // Vectors of LANES 32-bit numbers in the compiler's own vector types.
 #pragma once
+#ifndef KVPASS_LANES
+#define KVPASS_LANES 8
+#endif
+// The first of all headers, so that what is precompiled in its place can bring the others.
+#if KVPASS_LANES > 4 && defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -7,12 +15,6 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#ifndef KVPASS_LANES
-#define KVPASS_LANES 8
-#endif
-#if KVPASS_LANES > 4 && defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 namespace {
 

@@ -33,7 +33,6 @@ RUNS = "/sinks=5,window=128,pack_every=32"
 # another patch release of Triton passes and another kernel does not.
 BOUNDS = {
     ("fp", "fp"): 1.05,
-    ("int2.channel128/window=0,pack_every=128", "int2.token128/window=128,pack_every=1"): 1.42,
     # kivi-2bit and kivi-4bit
     ("int2.channel32/window=0,pack_every=128", "int2.token32/window=128,pack_every=1"): 2.06,
     ("int4.channel32/window=0,pack_every=128", "int4.token32/window=128,pack_every=1"): 2.30,
@@ -57,14 +56,11 @@ KIVI = (
 )
 # The bounds of a chunk by its bits are those of a whole cache.
 CHUNKS = {2: KIVI[0], 4: KIVI[1], 16: ("fp", "fp")}
-BOUNDED = {"causal": True, "window": 1024}
-CAPPED = {"softcap": 30.0, "with_sinks": True}
-# The same for variants of attention: what plans keep, arguments, and a bound for the first of
-# `KIVI`.
-VARIANTS = {
-    "bounds": ("", BOUNDED, 2.05),
-    "all": ("/window_size=1023", BOUNDED | CAPPED, 2.62),
-}
+# The first of `KIVI` with all that attention may have beside it: what plans keep, arguments, and a
+# bound.
+KEEP = "/window_size=1023"
+VARIANT = {"causal": True, "window": 1024, "softcap": 30.0, "with_sinks": True}
+VARIANT_BOUND = 2.62
 
 
 def budget(plans: tuple[str, str], capability: int) -> float:
@@ -154,12 +150,10 @@ def test_main_loop(plans, capability):
     check_main_loop(plans, capability, BOUNDS[plans])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_main_loop_of_variants(name):
-    keep, variant, bound = VARIANTS[name]
-    plans = KIVI[0][0] + keep, KIVI[0][1] + keep
-    assert bound <= budget(plans, 90)
-    check_main_loop(plans, 90, bound, **variant)
+def test_main_loop_with_all_that_attention_may_have():
+    plans = KIVI[0][0] + KEEP, KIVI[0][1] + KEEP
+    assert budget(plans, 90) >= VARIANT_BOUND
+    check_main_loop(plans, 90, VARIANT_BOUND, **VARIANT)
 
 
 def test_main_loop_in_base_3():
@@ -204,7 +198,8 @@ def main_loops(plans, capability, copied_ahead=True, **variant):
     return reports
 
 
-@pytest.mark.parametrize("name", CALIBRATED)
+# The largest without outliers and with them: the codebooks of fewer bits are shorter.
+@pytest.mark.parametrize("name", ["kvquant-nuq4", "kvquant-nuq4-1%"])
 def test_main_loop_of_calibrated_formats(name):
     bound, stack = CALIBRATED[name]
     x = torch.randn(1, KV_HEADS, 64, HEAD_DIM, generator=torch.Generator().manual_seed(0))
