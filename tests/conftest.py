@@ -21,6 +21,12 @@ from tests.precompiled import precompile
 
 settings.register_profile("kvpass", deadline=None, max_examples=40, print_blob=True)
 settings.load_profile("kvpass")
+# What Dynamo keeps of operators' shapes gains nothing before a model has many layers, and most
+# models here have one; nor do early collections of garbage, which each test ends with. (What runs
+# in processes of its own keeps the defaults.)
+torch._dynamo.config.fake_tensor_cache_enabled = False
+torch._dynamo.config.run_gc_after_compile = False
+gc.set_threshold(50_000, 20, 50)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -20,7 +20,6 @@ STEPS = [1, 1, 5, 16, 1, 33, 1, 17, 3, 1]
 # Each further kind of step is a graph to compile, and more kernels.
 ALL_STEPS = ("sinks", "a filter", "many sinks, groups of tokens")
 PLANS = {
-    "fp8 and clip": "int2.token16.fp8.clip0.92/window=16,pack_every=1",
     "3 bits": "int3.channel8/window=0,pack_every=16",
     "1 bit": "int1.token8/window=16,pack_every=1",
     "base 3": "int1.5.token16.fp8/window=16,pack_every=1",

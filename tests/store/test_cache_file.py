@@ -35,7 +35,6 @@ PLANNERS = {
     "before RoPE": recipe("kivi-2bit", group=8, residual=16, before_rope=True),
     "rotated-4bit": recipe("rotated-4bit"),
     "cocktail": recipe("cocktail"),
-    "fp": recipe("fp"),
 }
 CALIBRATED: dict[str, dict[str, Any]] = {
     "skvq-k2v2": {"group": 8, "window": 8, "sinks": 3},
@@ -61,7 +60,7 @@ def planner_of(name: str, model: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "family", "static"),
     [
-        *((name, "llama", False) for name in ("kivi", "before RoPE", "rotated-4bit", "fp")),
+        *((name, "llama", False) for name in ("kivi", "before RoPE", "rotated-4bit")),
         *((name, "llama", False) for name in (*CALIBRATED, "cocktail")),
         *(("kivi", family, False) for family in ("mistral", "falcon_h1")),
         *(("kivi", family, True) for family in ("llama", "mistral")),
