@@ -26,6 +26,7 @@ from tests.shard_worker import PROMPT
 
 ROOT = Path(__file__).parent.parent
 CALIBRATED: dict[str, dict[str, Any]] = {
+    "skvq-k2v2": {"group": 16},
     "kvquant-nuq3-1%": {},
     "kvmix": {"exact": "pivotal", "group": 8},
 }

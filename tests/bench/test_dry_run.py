@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,15 +24,6 @@ from tests.command import failure
 DYNAMIC = Route("kivi-4bit", torch.bfloat16, "dynamic", 1, 90)
 # Values are rotated by the weights around them, new keys and the query by the kernels.
 STATIC = Route("rotated-4bit,key_rotation=hadamard", torch.float16, "static", 8, 80)
-HEAD_DIM = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_heads() -> Iterator[None]:
-    """Triton compiles attention of heads of 128 channels for twice as long."""
-    shape = replace(module._SHAPE, head_dim=HEAD_DIM)
-    with patch.object(module, "_SHAPE", shape), patch.object(module, "HEAD_DIM", HEAD_DIM):
-        yield
 
 
 @pytest.fixture(scope="module", params=[DYNAMIC, STATIC], ids=str)
@@ -90,8 +79,8 @@ def test_kernels_are_inspected_as_inductor_compiles_them(found):
     if route is STATIC:
         keys, values = keys.static(module._ROOM), values.static(module._ROOM)
     launches = layer_launches(
-        str(keys), str(values), key_dim=HEAD_DIM, value_dim=HEAD_DIM, heads_per_group=2,
-        dtype=route.dtype, keys_rotated=route is STATIC,
+        str(keys), str(values), key_dim=128, value_dim=128, heads_per_group=2, dtype=route.dtype,
+        keys_rotated=route is STATIC,
     )  # fmt: skip
     launched = [(x.kernel.__name__, x.kernel.arg_names, signature(x)) for x in launches]
     for kernel in graphs[1].kernels:
@@ -168,7 +157,7 @@ def test_steps_of_several_tokens(monkeypatch):
 def test_waits_are_found(monkeypatch):
     """Where PyTorch serves an op that reads lengths; no CUDA graph can replay that."""
     monkeypatch.setattr(module, "_SHAPE", replace(module._SHAPE, layers=1))
-    route = Route("skvq-k2v2,group=128", torch.bfloat16, "static", 1, 90)
+    route = Route("skvq-k2v2,group=256", torch.bfloat16, "static", 1, 90)
     prefill, decode = dry_run(route)
     assert [w.split(":")[0] for w in prefill.waits] == ["_to_copy at kvpass/format/quantize.py"]
     read = ["_local_scalar_dense at kvpass/format/state.py", "kvpass"]
