@@ -17,9 +17,10 @@ _OTHERS = ("algorithm", "cmath", "cstdint", "cstring", "limits", "type_traits", 
 
 
 def precompile(folder: Path) -> bool:
-    """Fills a folder for `CPLUS_INCLUDE_PATH`; whether there is a compiler that can."""
+    """Fills a folder for `CPLUS_INCLUDE_PATH`; whether there is a compiler that can, and vectors
+    that need it."""
     try:
-        if not is_gcc():
+        if not is_gcc() or library.native_lanes() not in library._LANES.values():
             return False
     except Exception as error:
         if cpp_problem(error) is None:

@@ -26,9 +26,9 @@ RECIPES = {
 STEPS = [70] + [1] * 20
 
 
-# (Without padding in float32, of other families: tests/test_zoo.py.) These differ from Llama in
-# what projects keys and values only, as cases of tests/test_folding.py do.
-ALIKE = ("qwen2", "qwen3", "gemma")
+# (Without padding in float32, of other families: tests/test_zoo.py.) These do nothing else than
+# Llama with padding; without it they are cases of tests/test_folding.py and others.
+ALIKE = ("qwen2", "qwen3")
 PADDED, BF16 = ("sdpa", torch.float32, True), ("sdpa", torch.bfloat16, False)
 WRITTEN_OUT = ("eager", torch.float32, True)
 CASES = [
