@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from torch import fx
 from torch._ops import OpOverload
@@ -16,6 +17,8 @@ from kvpass._torch_cpp import batched_kernels, call_directly, trusted_vectors
 # What compiles a graph for examples of its arguments.
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _CUDA_GRAPHS = "triton.cudagraphs"
+# Of code that `_named_sizes` has seen to.
+_NAMED = " sizes are named"
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
@@ -28,6 +31,32 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 def wants_cuda_graphs(mode: str | None) -> bool:
     """Whether a mode of Inductor asks for CUDA graphs."""
     return mode is not None and bool(inductor_modes()[mode].get(_CUDA_GRAPHS))
+
+
+@contextmanager
+def _named_sizes() -> Iterator[None]:
+    """Lets generated code name the sizes of its inputs that it needs. Where it asserts none,
+    Inductor from torch 2.14 on names those only that the graph itself asks for."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.virtualized import V
+
+    write_inputs: Any = PythonWrapperCodegen.codegen_inputs
+
+    def write_inputs_and_sizes(self: Any) -> None:
+        sources = getattr(V.graph, "symbolic_input_sources", {})
+        used = {s for operation in V.graph.operations for s in operation.get_free_symbol_uses()}
+        tensors = {n: x for n, x in self.get_graph_inputs().items() if isinstance(x, TensorBox)}
+        for name, tensor in tensors.items():
+            numbers = [("size", d, n) for d, n in enumerate(tensor.get_size())]
+            numbers += [("stride", d, n) for d, n in enumerate(tensor.get_stride())]
+            for kind, dim, number in numbers:
+                if number in used:
+                    sources.setdefault(number, (name, kind, dim))
+        write_inputs(self)
+
+    with patch.object(PythonWrapperCodegen, "codegen_inputs", write_inputs_and_sizes):
+        yield
 
 
 @contextmanager
@@ -56,8 +85,9 @@ def inductor(
     patches = {"size_asserts": False, **(inductor_modes()[mode] if mode else {})}
     if not capture:
         patches[_CUDA_GRAPHS] = False
-    own = config.patch(cache_key_tag=f"{config.cache_key_tag}{tag}")  # type: ignore[attr-defined]
-    with own, batched_kernels() as loaded, trusted_vectors():
+    key = f"{config.cache_key_tag}{tag}{_NAMED}"
+    own = config.patch(cache_key_tag=key)  # type: ignore[attr-defined]
+    with own, batched_kernels() as loaded, trusted_vectors(), _named_sizes():
         compiler: Any = compile_fx
         yield partial(compiler, config_patches=patches)
     if modules is not None:
