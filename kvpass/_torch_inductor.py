@@ -44,15 +44,16 @@ def _named_sizes() -> Iterator[None]:
     write_inputs: Any = PythonWrapperCodegen.codegen_inputs
 
     def write_inputs_and_sizes(self: Any) -> None:
-        sources = getattr(V.graph, "symbolic_input_sources", {})
-        used = {s for operation in V.graph.operations for s in operation.get_free_symbol_uses()}
-        tensors = {n: x for n, x in self.get_graph_inputs().items() if isinstance(x, TensorBox)}
-        for name, tensor in tensors.items():
-            numbers = [("size", d, n) for d, n in enumerate(tensor.get_size())]
-            numbers += [("stride", d, n) for d, n in enumerate(tensor.get_stride())]
-            for kind, dim, number in numbers:
-                if number in used:
-                    sources.setdefault(number, (name, kind, dim))
+        if (sources := getattr(V.graph, "symbolic_input_sources", None)) is not None:
+            used = {s for x in V.graph.operations for s in x.get_free_symbol_uses()}
+            for name, tensor in self.get_graph_inputs().items():
+                if not isinstance(tensor, TensorBox):
+                    continue
+                numbers = [("size", *x) for x in enumerate(tensor.get_size())]
+                numbers += [("stride", *x) for x in enumerate(tensor.get_stride())]
+                for kind, dim, number in numbers:
+                    if number in used:
+                        sources.setdefault(number, (name, kind, dim))
         write_inputs(self)
 
     with patch.object(PythonWrapperCodegen, "codegen_inputs", write_inputs_and_sizes):
