@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,13 +29,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several processes run tests, so many that it gains, the first prepares compiling."""
-    others = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
-    if others and not INTERPRETED:
-        folder = Path(tempfile.mkdtemp(prefix="kvpass-tests-"))
-        config.add_cleanup(partial(shutil.rmtree, folder))
-        if precompile(folder / "include"):
-            os.environ["CPLUS_INCLUDE_PATH"] = str(folder / "include")
+    """Precompiles headers for a run of several processes, in the first of them: it takes seconds,
+    which a few tests do not gain back."""
+    starts = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if starts and not INTERPRETED:
+        folder = tempfile.TemporaryDirectory(prefix="kvpass-tests-")
+        config.add_cleanup(folder.cleanup)
+        if precompile(Path(folder.name)):
+            os.environ["CPLUS_INCLUDE_PATH"] = folder.name
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

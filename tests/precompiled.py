@@ -20,14 +20,14 @@ def precompile(folder: Path) -> bool:
     """Fills a folder for `CPLUS_INCLUDE_PATH`; whether there is a compiler that can, and vectors
     that need it."""
     try:
-        if not is_gcc() or library.native_lanes() not in library._LANES.values():
+        if not is_gcc() or library.native_lanes() == library._PLAIN_LANES:
             return False
     except Exception as error:
         if cpp_problem(error) is None:
             raise
         return False
     precompiled = folder / f"{_FIRST}.gch"
-    precompiled.mkdir(parents=True)
+    precompiled.mkdir()
     # Where none of the precompiled ones fits.
     (folder / _FIRST).write_text(f"#include_next <{_FIRST}>\n")
 

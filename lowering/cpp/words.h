@@ -43,7 +43,7 @@ template <int BITS> struct Bits {
     if constexpr (PLANE == COUNT - 1 && !LEFT) return (Ints)((Words)words >> shift(PLANE));
     else return words >> (shift(PLANE) - LEFT) & (MASK << LEFT) * 0x10001;
   }
-  // For which a byte's codes need no shift each, and the largest of them then.
+  // The LEFT with which no code of a byte is shifted; the largest code then.
   static constexpr int left(int plane) { return shift(plane) % 8; }
   static constexpr int MAX_LEFT = MASK << BITS * (COUNT - 1) % 8;
 
