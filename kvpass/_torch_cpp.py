@@ -98,6 +98,12 @@ def multiplies_bfloat16() -> bool:
     return capability == "AVX512" and torch.cpu._is_avx512_bf16_supported()
 
 
+@cache
+def multiplies_tiles() -> bool:
+    """Whether this process may use the CPU's tiles (AMX), which Linux grants to those that ask."""
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
 # The attribute of an op that Inductor's code calls in its place.
 DIRECT = "kvpass_direct"
 

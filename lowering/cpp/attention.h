@@ -16,6 +16,7 @@ using PanelOf = typename std::conditional_t<(A::ROWS > 0), Panel<A>, WidePanel<A
 template <class A>
 void attend(const Pair<A>& pair, int64_t start, int64_t stop, PanelOf<A>* panels) {
   constexpr int ROWS = PanelOf<A>::ROWS, BLOCK = PanelOf<A>::BLOCK;
+  [[maybe_unused]] const typename PanelOf<A>::Shapes shapes;
   for (int64_t row = 0; row < pair.a.rows; row += ROWS) start_panel(pair, row, panels[row / ROWS]);
   for (int64_t t = start, next; t < stop; t = next) {
     // Sinks are blocks of their own.

@@ -20,7 +20,13 @@ from lowering.cpp.constants import (
     unsupported_device,
     unsupported_plan,
 )
-from lowering.cpp.library import native_lanes, packed_function, source, unsupported_compiler
+from lowering.cpp.library import (
+    native_lanes,
+    native_tiles,
+    packed_function,
+    source,
+    unsupported_compiler,
+)
 from lowering.cpp.structs import (
     BASIS,
     TOKENS,
@@ -119,7 +125,10 @@ class Kernel(NamedTuple):
             arguments,
         )
         headers = "gemv.h" if self.rows <= _GEMV_ROWS else "gemm.h", "attention.h"
-        return source(headers, ("attention",), structs, lanes=self.lanes, dtype=self.dtype)
+        return source(
+            headers, ("attention",), structs,
+            lanes=self.lanes, dtype=self.dtype, tiles=native_tiles(),
+        )  # fmt: skip
 
 
 @cache

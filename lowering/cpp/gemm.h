@@ -18,6 +18,7 @@ template <class A> struct WidePanel {
   // Vectors that are summed at once; they stay in registers.
   static constexpr int SUMMED = A::SUMS * 3 / 2;
   static_assert(BLOCK % SUMMED == 0);
+  struct Shapes {};
 
   alignas(64) float query[K::DIM][ROWS];
   alignas(64) float out[V::DIM][ROWS];

@@ -2,6 +2,8 @@
 #pragma once
 #include "functions.h"
 #include "scores.h"
+#include "tile_scores.h"
+#include "tile_values.h"
 #include "values.h"
 
 namespace {
@@ -77,10 +79,12 @@ void attend_panel(
   using K = typename A::K;
   using V = typename A::V;
   Block<A> block;
+  Ahead ahead;
   each_run_read(
       pair, pair.keys, start, count, block.keys,
       [&](int64_t slot, int first, int n) {
-        if constexpr (K::DIRECT && K::BY_TOKEN) token_scores(pair, slot, first, n, panel, block);
+        if constexpr (KEYS_IN_TILES<K>) tile_scores(pair, slot, first, n, panel, block, ahead);
+        else if constexpr (K::DIRECT && K::BY_TOKEN) token_scores(pair, slot, first, n, panel, block);
         else if constexpr (K::DIRECT) channel_scores(pair, slot, first, n, panel, block);
       },
       [&](auto stride, auto* keys, int first, int n) {
@@ -96,8 +100,17 @@ void attend_panel(
       pair, pair.values, start, count, block.values,
       [&](int64_t slot, int first, int n) {
         if constexpr (V::DIRECT) {
-          scale_weights(pair, slot, first, n, block);
-          packed_values(pair.a.v.codes_at(pair.pair, slot), first, n, block, panel);
+          const uint16_t* values = pair.a.v.codes_at(pair.pair, slot);
+          if constexpr (VALUES_IN_TILES<V>) {
+            ValueBytes<A> bytes;
+            // Tiles wait long for what was stored just now.
+            bytes.put(values, n, ahead);
+            tile_weights(pair, slot, first, n, block, ahead);
+            tile_values(bytes, n, block, panel, ahead);
+          } else {
+            scale_weights(pair, slot, first, n, block);
+            packed_values(values, first, n, block, panel);
+          }
         }
       },
       [&](auto stride, auto* values, int first, int n) {

@@ -35,20 +35,9 @@ template <class A> inline void arrange_query(const Panel<A>& panel, IntegerQuery
 template <class A>
 inline void scale_query(
     const typename A::K::Pair* qparams, const Panel<A>& panel, IntegerQuery<A>& result) {
-  using K = typename A::K;
-  alignas(64) float rows[A::ROWS][K::DIM];
+  alignas(64) float rows[A::ROWS][A::K::DIM];
   Floats tops[A::ROWS]{}, sums[A::ROWS]{};
-  each_vector<K::DIM>([&](auto at, auto width) {
-    const auto [scale, minimum] = load_affine<typename K::Number, width>(qparams + at);
-    if constexpr (at * sizeof(*qparams) % 64 == 0) __builtin_prefetch(qparams + at + K::DIM);
-    const Floats factor = scale, start = minimum;
-    each<0, A::ROWS>([&](auto r) {
-      const Floats q = load<Floats, LANES>(panel.rows[r].query + at), x = q * factor;
-      sums[r] += q * start;
-      tops[r] = larger_magnitude(tops[r], x);
-      store<LANES>(rows[r] + at, x);
-    });
-  });
+  scale_rows<A>(qparams, panel, rows, tops, sums);
   put_query<A>(rows, tops, result);
   result.offsets = join_rows(sums, add<Floats>);
 }

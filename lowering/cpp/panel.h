@@ -3,6 +3,7 @@
 #include "block.h"
 #include "integers.h"
 #include "lanes.h"
+#include "tiles.h"
 
 namespace {
 
@@ -18,6 +19,15 @@ constexpr bool IN_INTEGERS = MULTIPLIES_PAIRS && X::DIRECT && sizeof(typename X:
 
 // The same of keys: pairs are channels of one token, and those of a chunk have one scale.
 template <class X> constexpr bool KEYS_IN_INTEGERS = IN_INTEGERS<X> && X::Code::in_runs(CHUNK);
+
+// Whether codes are multiplied as bytes, in tiles: a step of a token's words fills them.
+template <class X>
+constexpr bool IN_TILES = TILES && X::DIRECT && X::Code::Codes::PAIRS && X::DIM % TILE_BYTES == 0 &&
+                          (X::Code::WIDTH == 8 || X::Code::WIDTH == 16 || X::Code::WIDTH % 32 == 0);
+// Keys take a product for each group of channels with a scale; of values, those of a tile have one.
+template <class X> constexpr bool KEYS_IN_TILES = IN_TILES<X> && X::Code::GROUPS <= 4;
+template <class X>
+constexpr bool VALUES_IN_TILES = IN_TILES<X> && X::Code::in_runs(std::min(32, X::Code::WIDTH));
 
 // Query rows as the scores of packed keys need them: vectors in the order of Code::each_place, whose
 // factors are units of the codes, and, where groups are of tokens, what minima add, lane by lane.
@@ -37,8 +47,18 @@ template <class A> struct IntegerQuery {
   Floats steps, offsets;
 };
 
+// The same in digits of integers, in the order of the bytes of a token's words.
+template <class A> struct TileQuery {
+  using K = typename A::K;
+  static constexpr int COUNT = DIGITS<A>, SETS = 2 * A::ROWS;
+  alignas(64) int8_t digits[K::Code::GROUPS][COUNT * A::ROWS][size_if(KEYS_IN_TILES<K>, K::DIM)];
+  Floats steps, offsets;
+};
+
 template <class A>
-using Query = std::conditional_t<KEYS_IN_INTEGERS<typename A::K>, IntegerQuery<A>, FloatQuery<A>>;
+using Query = std::conditional_t<
+    KEYS_IN_TILES<typename A::K>, TileQuery<A>,
+    std::conditional_t<KEYS_IN_INTEGERS<typename A::K>, IntegerQuery<A>, FloatQuery<A>>>;
 
 // Tokens that are scored at once, in SETS vectors of all rows' scores.
 template <class A> constexpr int SCORED = Query<A>::SETS * LANES / A::ROWS;
@@ -50,6 +70,10 @@ template <class A> struct Panel {
   static constexpr int ROWS = A::ROWS, TOKENS = LANES / ROWS;
   // Tokens of a pass. What the next block reads is prefetched; beyond the end that does nothing.
   static constexpr int BLOCK = 128;
+  // What tiles need meanwhile.
+  struct None {};
+  using Shapes = std::conditional_t<KEYS_IN_TILES<K> || VALUES_IN_TILES<V>,
+                                    TileShapes<DIGITS<A> * ROWS>, None>;
 
   // The weighted sums of one query row over some tokens: those of packed ones in plane order.
   struct Row {
@@ -88,14 +112,17 @@ template <class A> struct Block {
   using V = typename A::V;
   static constexpr int ROWS = A::ROWS, SIZE = Panel<A>::BLOCK;
 
-  // The last tokens of a run are scored TOKENS at a time, beyond its end.
-  alignas(64) float scores[ROWS][SIZE + LANES];
+  // The last tokens of a run are scored as many at a time, beyond its end.
+  alignas(64) float scores[ROWS][SIZE + std::max(LANES, SCORED<A>)];
   // Weights of packed values times the scales of a group, and the sums of weights times minima.
-  alignas(64) float weights[ROWS][V::Code::GROUPS][size_if(V::DIRECT, SIZE + V::SCATTERED * LANES)];
+  static constexpr bool FLOATS = V::DIRECT && !VALUES_IN_TILES<V>;
+  alignas(64) float weights[ROWS][V::Code::GROUPS][size_if(FLOATS, SIZE + V::SCATTERED * LANES)];
   float base[ROWS][V::Code::GROUPS];
   // The same weights as integers, and what one of them stands for.
-  alignas(64) int16_t integers[ROWS][V::Code::GROUPS][size_if(IN_INTEGERS<V>, SIZE + LANES)];
+  alignas(64) int16_t integers[ROWS][V::Code::GROUPS][size_if(FLOATS && IN_INTEGERS<V>, SIZE + LANES)];
   float steps[ROWS][V::Code::GROUPS];
+  // Those of tiles, as digits of integers.
+  alignas(64) int8_t digits[V::Code::GROUPS][DIGITS<A> * ROWS][size_if(VALUES_IN_TILES<V>, SIZE)];
   // Tokens that are decoded before they are multiplied.
   alignas(64) float keys[size_if(K::DEQUANT_FIRST, DECODED * STRIDE<K>)];
   alignas(64) float values[size_if(V::DEQUANT_FIRST, DECODED * STRIDE<V>)];

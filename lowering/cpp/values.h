@@ -1,6 +1,6 @@
 // Weighted sums of a block of values, for a few query rows.
 #pragma once
-#include "panel.h"
+#include "weights.h"
 
 namespace {
 
@@ -42,31 +42,11 @@ template <class A>
 void scale_weights(const Pair<A>& pair, int64_t slot, int first, int count, Block<A>& block) {
   using V = typename A::V;
   constexpr int ROWS = A::ROWS;
-  const V& v = pair.a.v;
   Floats tops[V::Code::GROUPS][ROWS]{};
-  for (int g = 0; g < V::Code::GROUPS; g++) {
-    Floats base[ROWS]{}, top[ROWS]{};
-    for (int t = 0; t < count; t += LANES) {
-      const auto* place = v.qparams_at(pair.pair, slot) + g * v.capacity + t;
-      const Affine affine = load_affine<typename V::Number>(place, std::min(count - t, LANES));
-      __builtin_prefetch(place + Block<A>::SIZE);
-      each<0, ROWS>([&](auto r) {
-        // The weights of tokens behind count belong to exact values, or, where slots do not lie one
-        // behind the other, to none.
-        Floats weight = load<Floats, LANES>(block.scores[r] + first + t);
-        if constexpr (V::SCATTERED) weight = select(lane_numbers() < count - t, weight, Floats{});
-        base[r] += weight * affine.minimum;
-        weight *= affine.scale;
-        if constexpr (IN_INTEGERS<V>) top[r] = maximum(top[r], weight);
-        store<LANES>(block.weights[r][g] + first + t, weight);
-      });
-    }
-    const Floats bases = join_rows(base, add<Floats>);
-    each<0, ROWS>([&](auto r) {
-      block.base[r][g] = bases[r * (LANES / ROWS)];
-      tops[g][r] = top[r];
+  for (int g = 0; g < V::Code::GROUPS; g++)
+    scale_group(pair, slot, g, first, count, block, tops[g], [&](auto r, int t, Floats weight) {
+      store<LANES>(block.weights[r][g] + first + t, weight);
     });
-  }
   if constexpr (IN_INTEGERS<V>)
     for (int g = 0; g < V::Code::GROUPS; g++) {
       const Steps steps(tops[g], limit_of(Block<A>::SIZE, V::Code::Codes::MAX_LEFT));

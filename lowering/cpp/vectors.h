@@ -3,6 +3,9 @@
 #ifndef KVPASS_LANES
 #define KVPASS_LANES 8
 #endif
+#ifndef KVPASS_TILES
+#define KVPASS_TILES 0
+#endif
 // The first of all headers, so that what is precompiled in its place can bring the others.
 #if KVPASS_LANES > 4 && defined(__AVX2__)
 #include <immintrin.h>

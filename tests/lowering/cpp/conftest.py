@@ -11,10 +11,23 @@ CACHES = (attention.kernel_function, library.tensor_function, linear._function, 
 
 @pytest.fixture(params=[4, 8, 16], ids=lambda n: f"{n}-lanes")
 def lanes(request, monkeypatch):
+    yield from _as_for(monkeypatch, request.param, tiles=0)
+
+
+@pytest.fixture(params=[0, 2], ids=["own-tiles", "loops"])
+def tiles(request, monkeypatch):
+    """Bytes are multiplied in this CPU's tiles, if it has any, or in loops in their place."""
+    loops = request.param
+    lanes, own = library.native_lanes(), library.native_tiles()
+    yield from _as_for(monkeypatch, 16 if loops else lanes, loops or own)
+
+
+def _as_for(monkeypatch, lanes, tiles):
     for module in (attention, library, linear):
-        monkeypatch.setattr(module, "native_lanes", lambda: request.param)
+        monkeypatch.setattr(module, "native_lanes", lambda: lanes)
+    monkeypatch.setattr(attention, "native_tiles", lambda: tiles)
     for cached in CACHES:
         cached.cache_clear()
-    yield request.param
+    yield lanes
     for cached in CACHES:
         cached.cache_clear()

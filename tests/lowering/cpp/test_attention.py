@@ -163,6 +163,61 @@ def test_integers_on_other_cpus(plans, dim, heads, lanes):
     check(plans, *states(plans, 300, dim=dim, dtype=dtype), query(heads, 1, dim, dtype))
 
 
+# Vectors of words have one token, two or four of them; keys have a group of channels, or several.
+TILES = [
+    (kivi(4), 128, 8, torch.float32),
+    (kivi(2), 64, 4, torch.float32),
+    (
+        ("int4.token32/window=40,pack_every=1", "int8.token64/window=8,pack_every=4"),
+        128,
+        2,
+        torch.float16,
+    ),
+    (("int2.token64/window=8,pack_every=1", kivi(2)[1]), 128, 8, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("plans", "dim", "heads", "dtype"), TILES, ids=str)
+def test_tiles(plans, dim, heads, dtype, tiles):
+    for tokens in (30, 171, 300):
+        check(plans, *states(plans, tokens, dim=dim, dtype=dtype), query(heads, 1, dim, dtype))
+
+
+def test_tiles_of_numbers_that_differ_by_far(tiles):
+    """Digits are steps of the largest number of a row: in float32 they lose no more than a sum of
+    numbers in float32 does, whose largest one it is."""
+    plans = kivi(4)
+    tokens = [
+        torch.randn(2, 2, 300, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1)
+    ]
+    tokens[0][..., 3] *= 30
+    tokens[1][:, :, 40::100] *= 300
+    packed = [torch.ops.kvpass.pack(x, plan) for x, plan in zip(tokens, plans, strict=True)]
+    check(plans, *packed, query(8, 1, 64))
+
+
+@pytest.mark.parametrize("spoiled", ["keys", "values", "query"])
+def test_what_is_no_number_stays_none(spoiled, tiles):
+    """Digits have no such number."""
+    plans = kivi(4)
+    keys, values = states(plans, 300)
+    q = query(8, 1, 64)
+    nothing = torch.full((), torch.nan)
+    both = nothing.half().repeat(2).view(torch.int32)
+    wrong = torch.zeros(2, 8, 1, 64, dtype=torch.bool)
+    if spoiled == "keys":
+        keys[1][0, 0, 1, 7] = both
+        wrong[0, :4] = True
+    elif spoiled == "values":
+        values[1][0, 0, 1, 40] = both
+        wrong[0, :4, :, 32:] = True
+    else:
+        q[0, 1, 0, 5] = nothing
+        wrong[0, 1] = True
+    got = attention(q, keys, values, None, 0.125, *plans)
+    assert torch.equal(got.isnan(), wrong)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_integers_of_numbers_that_differ_by_far(seed):
     """Even then they are nearer to float64 than a plain cache in float16 is, read by SDPA."""
