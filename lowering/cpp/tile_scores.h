@@ -100,7 +100,7 @@ template <int COUNT> inline void transpose_tokens(Ints (&x)[COUNT]) {
   });
 }
 
-// Tokens on their way to their scores, in two halves of LANES.
+// SIZE tokens on their way to their scores, in two halves.
 template <class A> struct KeyTokens {
   using K = typename A::K;
   using Keys = typename K::Code;
@@ -197,8 +197,9 @@ __attribute__((flatten)) void tile_scores(
     if (t < count) {
       if constexpr (!K::BY_TOKEN)
         if (t == end) {
-          query = &scaled[groups++ % 4];
-          scale_query(k.qparams_at(pair.pair, slot + t), panel, scaled[(groups - 1) % 4]);
+          TileQuery<A>& next = scaled[groups++ % 4];
+          scale_query(k.qparams_at(pair.pair, slot + t), panel, next);
+          query = &next;
           end = std::min<int64_t>(count, ((slot + t) / K::GROUP + 1) * K::GROUP - slot);
         }
       step(i).query = query;
