@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -159,9 +160,14 @@ def inner_example(
         else size
         for dim, size in enumerate(shape)
     ]
-    # No other stand-in has these sizes: keeping them for the next one takes most of the time.
-    with patch.object(mode, "cache_enabled", False):
+    with unkept(like):
         return like.new_empty(sizes, dtype=dtype)
+
+
+def unkept(like: Tensor) -> AbstractContextManager[object]:
+    """Shapes that ops on stand-ins in the mode of ``like`` give are not kept for later ones: where
+    each stand-in has sizes of its own, looking for them takes most of the time."""
+    return patch.object(cast(FakeTensor, like).fake_mode, "cache_enabled", False)
 
 
 def derived_source(graph: fx.Graph, new: fx.Node) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,7 +17,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import inner_example, inner_source, mark_static_input
+from kvpass._torch import (
+    inner_example,
+    inner_source,
+    mark_static_input,
+    unkept,
+)
 from kvpass._torch_sizes import Size, same_size, symbol_node, symbol_positions, symbols_of
 from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelBasis, channel_basis
@@ -87,8 +93,7 @@ def bind_state(graph: Graph, example_inputs: list[Any], replayed: bool = False) 
     known = [node.meta.get("example_value") for node in arguments]
     examples = binder.bind_inputs(example_inputs)
     inner = {node for nodes in binder.state.values() for node in nodes}
-    for node in list(graph.nodes):
-        binder.bind_op(node)
+    binder.bind_ops()
     buffers = tuple(binder.plain_buffers())
     outputs = binder.bind_outputs()
     for node in reversed(list(graph.nodes)):
@@ -194,10 +199,16 @@ class _Binder:
             mark_static_input(inner)
         return inner
 
-    def bind_op(self, node: Node) -> None:
-        if node.target in self._bind:
-            with self.graph.inserting_before(node):
-                self._bind[node.target](node)
+    def bind_ops(self) -> None:
+        """Puts ops on inner tensors in the place of logical ones."""
+        held = next(iter(self.arguments), None)
+        # Inner tensors that are arguments have sizes of their own, in each layer.
+        ends = None if held is None else held.meta["example_value"].segment_ends
+        with nullcontext() if ends is None else unkept(ends):
+            for node in list(self.graph.nodes):
+                if node.target in self._bind:
+                    with self.graph.inserting_before(node):
+                        self._bind[node.target](node)
 
     def _append(self, node: Node) -> None:
         call = AppendCall.at(node)
