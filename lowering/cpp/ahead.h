@@ -33,7 +33,8 @@ class Ahead {
   }
 };
 
-// Lines of the words of SIZE tokens.
+// Lines of the words of SIZE tokens. Each stage of a block asks for so many of them as come in its time:
+// keys in tiles for a third of their own, the stages of values for the rest and theirs.
 template <class X, int SIZE> constexpr int LINES = SIZE * X::Code::WORDS / 32;
 
 }  // namespace

@@ -42,24 +42,6 @@ inline void scale_query(
   each<0, ROWS>([&](auto r) { result.offset[r] = offset[r]; });
 }
 
-// Query rows times the scales of a group of tokens, the largest of them, and sums of rows times minima.
-template <class A, int SIZE>
-inline void scale_rows(const typename A::K::Pair* qparams, const Panel<A>& panel,
-                       float (&rows)[A::ROWS][SIZE], Floats (&tops)[A::ROWS], Floats (&sums)[A::ROWS]) {
-  using K = typename A::K;
-  each_vector<K::DIM>([&](auto at, auto width) {
-    const auto [scale, minimum] = load_affine<typename K::Number, width>(qparams + at);
-    if constexpr (at * sizeof(*qparams) % 64 == 0) __builtin_prefetch(qparams + at + K::DIM);
-    const Floats factor = scale, start = minimum;
-    each<0, A::ROWS>([&](auto r) {
-      const Floats q = load<Floats, LANES>(panel.rows[r].query + at), x = q * factor;
-      sums[r] += q * start;
-      tops[r] = larger_magnitude(tops[r], x);
-      store<LANES>(rows[r] + at, x);
-    });
-  });
-}
-
 // The lane in which lane_sums leaves lane i of join_sums.
 template <int HELD, int TOKENS> constexpr int lane_before(int i) {
   const int row = i / TOKENS, token = i % TOKENS;

@@ -1,45 +1,21 @@
 // The same sums of integers.
 #pragma once
-#include "code_sums.h"
+#include "integer_query.h"
 
 namespace {
 
-// Query rows are the integers that come nearest, with a step each.
+// Query rows are the integers that come nearest.
 template <class A> inline void put_query(
-    const float (&rows)[A::ROWS][A::K::DIM], const Floats (&tops)[A::ROWS], IntegerQuery<A>& result) {
-  using K = typename A::K;
-  const Steps steps(tops, limit_of(K::DIM, K::MAX_CODE));
+    const float (&rows)[A::ROWS][A::K::DIM], const Steps<A::ROWS>& steps, int, IntegerQuery<A>& result) {
   each<0, A::ROWS>([&](auto r) {
-    steps.store(r, result.integers[r], rows[r], round_up(K::DIM, LANES));
+    steps.store(r, result.integers[r], rows[r], round_up(A::K::DIM, LANES));
   });
   // Compilers would keep some in registers, and make more instructions of those than of reading them.
   asm volatile("" : : "r"(&result) : "memory");
-  result.steps = steps.steps;
 }
 
 template <class A> inline void arrange_query(const Panel<A>& panel, IntegerQuery<A>& result) {
-  using K = typename A::K;
-  if constexpr (K::BY_TOKEN) {
-    alignas(64) float rows[A::ROWS][K::DIM];
-    Floats tops[A::ROWS]{};
-    each<0, A::ROWS>([&](auto r) {
-      std::memcpy(rows[r], panel.rows[r].query, sizeof rows[r]);
-      for (int d = 0; d < K::DIM; d += LANES)
-        tops[r] = larger_magnitude(tops[r], load<Floats, LANES>(rows[r] + d));
-    });
-    put_query<A>(rows, tops, result);
-    result.offsets = Floats{};
-  }
-}
-
-template <class A>
-inline void scale_query(
-    const typename A::K::Pair* qparams, const Panel<A>& panel, IntegerQuery<A>& result) {
-  alignas(64) float rows[A::ROWS][A::K::DIM];
-  Floats tops[A::ROWS]{}, sums[A::ROWS]{};
-  scale_rows<A>(qparams, panel, rows, tops, sums);
-  put_query<A>(rows, tops, result);
-  result.offsets = join_rows(sums, add<Floats>);
+  if constexpr (A::K::BY_TOKEN) arrange_integers<1>(panel, result);
 }
 
 // Chunks FIRST ... of TOKENS tokens' words, one chunk of all tokens in each vector.

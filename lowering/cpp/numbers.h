@@ -106,14 +106,15 @@ template <class Number> inline Affine affine_of(Ints pairs) {
 template <class Number>
 using Pairs = std::conditional_t<sizeof(typename Number::Pair) == 4, Ints, Shorts>;
 // Those of LANES pairs. Halves are widened as they lie side by side, and parted then.
-template <int... I> inline Affine part_affine(const int32_t* p, std::integer_sequence<int, I...>) {
+inline Affine part_affine(const int32_t* p) {
+  constexpr auto LANE = std::make_integer_sequence<int, LANES>{};
   const Floats x = Float16::widen(load<Shorts, LANES>((const uint16_t*)p));
   const Floats y = Float16::widen(load<Shorts, LANES>((const uint16_t*)p + LANES));
-  return {SHUFFLE(x, y, (2 * I)), SHUFFLE(x, y, (2 * I + 1))};
+  return {every_other<0>(x, y, LANE), every_other<1>(x, y, LANE)};
 }
 template <class Number, int COUNT> inline Affine load_affine(const typename Number::Pair* p) {
   if constexpr (std::is_same_v<Number, Float16> && COUNT == LANES)
-    return part_affine(p, std::make_integer_sequence<int, LANES>{});
+    return part_affine(p);
   else return affine_of<Number>(widen_pairs(load<Pairs<Number>, COUNT>(p)));
 }
 template <class Number> inline Affine load_affine(const typename Number::Pair* p, int count) {

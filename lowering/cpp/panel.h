@@ -43,6 +43,7 @@ template <class A> struct IntegerQuery {
   // Tokens of which a vector has a chunk each: their sums need fewer lanes to be added than those of
   // whole vectors.
   static constexpr int TOKENS = 2 * LANES / CHUNK, SETS = A::ROWS < 4 ? 1 : 2;
+  static constexpr int LIMIT = limit_of(A::K::DIM, A::K::MAX_CODE);
   alignas(64) int16_t integers[A::ROWS][round_up(A::K::DIM, LANES)];
   Floats steps, offsets;
 };
@@ -50,8 +51,8 @@ template <class A> struct IntegerQuery {
 // The same in digits of integers, in the order of the bytes of a token's words.
 template <class A> struct TileQuery {
   using K = typename A::K;
-  static constexpr int COUNT = DIGITS<A>, SETS = 2 * A::ROWS;
-  alignas(64) int8_t digits[K::Code::GROUPS][COUNT * A::ROWS][size_if(KEYS_IN_TILES<K>, K::DIM)];
+  static constexpr int SETS = 2 * A::ROWS, LIMIT = DIGITS_LIMIT<DIGITS<A>>;
+  alignas(64) int8_t digits[K::Code::GROUPS][DIGITS<A> * A::ROWS][K::DIM];
   Floats steps, offsets;
 };
 

@@ -1,15 +1,10 @@
 // Sums of packed keys' codes times a few query rows, by tiles of bytes.
 #pragma once
 #include "ahead.h"
-#include "code_sums.h"
+#include "integer_query.h"
 #include "tiles.h"
 
 namespace {
-
-template <int FIRST, int... I>
-inline Floats every_other(Floats a, Floats b, std::integer_sequence<int, I...>) {
-  return SHUFFLE(a, b, (2 * I + FIRST));
-}
 
 // Query rows are the integers that come nearest, in the order of the bytes of a token's words: a word
 // has a byte of the first half of all channels, and one of the second.
@@ -17,7 +12,7 @@ template <class A>
 inline void put_query(const float (&rows)[A::ROWS][A::K::DIM], const Steps<A::ROWS>& steps, int group,
                       TileQuery<A>& result) {
   constexpr auto LANE = std::make_integer_sequence<int, LANES>{};
-  constexpr int COUNT = TileQuery<A>::COUNT, HALF = A::K::DIM / 2;
+  constexpr int HALF = A::K::DIM / 2;
   each<0, A::ROWS>([&](auto r) {
     const Floats by = all(steps.inverse[r * (LANES / A::ROWS)]);
     for (int d = 0; d < HALF; d += 2 * LANES) {
@@ -25,45 +20,16 @@ inline void put_query(const float (&rows)[A::ROWS][A::K::DIM], const Steps<A::RO
       each<0, 2>([&](auto half) {
         const float* place = rows[r] + half * HALF + d;
         const Floats a = load<Floats, LANES>(place), b = load<Floats, LANES>(place + LANES);
-        x[half] = offset_integers<COUNT>(every_other<0>(a, b, LANE), by);
-        x[2 + half] = offset_integers<COUNT>(every_other<1>(a, b, LANE), by);
+        x[half] = offset_integers<DIGITS<A>>(every_other<0>(a, b, LANE), by);
+        x[2 + half] = offset_integers<DIGITS<A>>(every_other<1>(a, b, LANE), by);
       });
-      store_digits<COUNT>(x, result.digits[group][r] + 2 * d, A::ROWS * A::K::DIM);
+      store_digits<DIGITS<A>>(x, result.digits[group][r] + 2 * d, A::ROWS * A::K::DIM);
     }
   });
 }
 
 template <class A> inline void arrange_query(const Panel<A>& panel, TileQuery<A>& result) {
-  using K = typename A::K;
-  if constexpr (K::BY_TOKEN) {
-    alignas(64) float rows[A::ROWS][K::DIM]{};
-    Floats tops[A::ROWS]{};
-    each<0, A::ROWS>([&](auto r) {
-      for (int d = 0; d < K::DIM; d += LANES)
-        tops[r] = larger_magnitude(tops[r], load<Floats, LANES>(panel.rows[r].query + d));
-    });
-    const Steps steps(tops, DIGITS_LIMIT<TileQuery<A>::COUNT>);
-    for (int g = 0; g < K::Code::GROUPS; g++) {
-      for (int r = 0; r < A::ROWS; r++)
-        for (int d = 0; d < K::DIM; d++)
-          rows[r][d] = K::Code::group(d) == g ? panel.rows[r].query[d] : 0;
-      put_query<A>(rows, steps, g, result);
-    }
-    result.steps = steps.steps;
-    result.offsets = Floats{};
-  }
-}
-
-template <class A>
-inline void scale_query(
-    const typename A::K::Pair* qparams, const Panel<A>& panel, TileQuery<A>& result) {
-  alignas(64) float rows[A::ROWS][A::K::DIM];
-  Floats tops[A::ROWS]{}, sums[A::ROWS]{};
-  scale_rows<A>(qparams, panel, rows, tops, sums);
-  const Steps steps(tops, DIGITS_LIMIT<TileQuery<A>::COUNT>);
-  put_query<A>(rows, steps, 0, result);
-  result.steps = steps.steps;
-  result.offsets = join_rows(sums, add<Floats>);
+  if constexpr (A::K::BY_TOKEN) arrange_integers<A::K::Code::GROUPS>(panel, result);
 }
 
 template <int PART, int... I> inline Ints zip_lanes(Ints a, Ints b, std::integer_sequence<int, I...>) {
@@ -130,7 +96,7 @@ template <class A> struct KeyTokens {
         transpose_tokens(x);
         each<0, VECTORS>([&](auto i) {
           each<0, Keys::COUNT / 2>([&](auto plane) {
-            const Ints codes = byte_codes<typename Keys::Codes, plane>(x[i]);
+            const Ints codes = Keys::Codes::template bytes<plane>(x[i]);
             std::memcpy(bytes.rows[half][plane * QUADS + line * LANES + i], &codes, TILE_BYTES);
           });
         });
@@ -141,7 +107,7 @@ template <class A> struct KeyTokens {
   void multiply(const Matrices& bytes) {
     each<0, GROUPS>([&](auto group) {
       each<0, 2>([&](auto half) {
-        multiply_tiles<half, DIGITS<A> * ROWS, K::DIM / TILE_BYTES>(
+        multiply_tiles<DIGITS<A> * ROWS, K::DIM / TILE_BYTES>(
             query->digits[group][0], K::DIM, bytes.rows[half][0], sums[half][group][0]);
       });
     });
@@ -193,7 +159,7 @@ __attribute__((flatten)) void tile_scores(
   const TileQuery<A>* query = &panel.query;
   const auto step = [&](int i) -> Tokens& { return steps[i % 3]; };
   int groups = 0, end = K::BY_TOKEN ? count : 0;
-  for (int i = 0, t = 0, made = 0; i < made + 2 || t < count; i++) {
+  for (int i = 0, t = 0, made = 0; i < made + 2; i++) {
     if (t < count) {
       if constexpr (!K::BY_TOKEN)
         if (t == end) {

@@ -12,13 +12,12 @@ void tile_weights(const Pair<A>& pair, int64_t slot, int first, int count, Block
   constexpr int COUNT = DIGITS<A>, ROWS = A::ROWS, SIZE = Block<A>::SIZE;
   constexpr int GROUPS = A::V::Code::GROUPS;
   alignas(64) float weights[ROWS][SIZE];
+  for (int t = round_up(count, LANES); t < round_up(count, TILE_TOKENS); t += LANES)
+    each<0, ROWS>([&](auto r) { store<LANES>(weights[r] + t, Floats{}); });
   for (int g = 0; g < GROUPS; g++) {
     keep_tiles_awake();
     Floats tops[ROWS];
-    for (int t = count / LANES * LANES; t < round_up(count, TILE_TOKENS); t += LANES)
-      each<0, ROWS>([&](auto r) { store<LANES>(weights[r] + t, Floats{}); });
     scale_group(pair, slot, g, first, count, block, tops, [&](auto r, int t, Floats weight) {
-      if (t + LANES > count) weight = select(lane_numbers() < count - t, weight, Floats{});
       store<LANES>(weights[r] + t, weight);
     });
     const Steps steps(tops, DIGITS_LIMIT<COUNT>);
@@ -111,7 +110,7 @@ template <class A> struct ValueBytes {
   // Those of four tokens in a vector are two rows, whose second halves have no channels.
   template <int HIGH> void put_codes(int wide, int row, Ints words) {
     each<0, HALF>([&](auto plane) {
-      const Ints codes = byte_codes<typename Values::Codes, plane>(words);
+      const Ints codes = Values::Codes::template bytes<plane>(words);
       auto& rows = planes[HIGH * HALF + plane][wide];
       if constexpr (HELD<Values> < 4) {
         std::memcpy(rows[row], &codes, TILE_BYTES);
@@ -139,7 +138,7 @@ __attribute__((flatten)) void tile_values(
       each<0, VECTORS>([&](auto v) {
         const uint8_t* rows = bytes.planes[plane][VECTORS * some + v][0];
         const auto multiply = [&](auto tiles) {
-          multiply_tiles<v, COUNT * ROWS, tiles>(block.digits[GROUP][0], SIZE, rows, sums[v][0]);
+          multiply_tiles<COUNT * ROWS, tiles>(block.digits[GROUP][0], SIZE, rows, sums[v][0]);
         };
         if (count > TILE_TOKENS) multiply(Constant<SIZE / TILE_TOKENS>{});
         else multiply(Constant<1>{});

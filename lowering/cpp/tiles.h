@@ -20,19 +20,16 @@ constexpr int TILE_ROWS = 16, TILE_BYTES = 64;
 constexpr int TILE_TOKENS = 4 * TILE_ROWS;
 typedef int8_t Bytes __attribute__((vector_size(4 * LANES)));
 
-// While it lives, tiles of this thread have the shapes of products with ROWS rows.
+// While it lives, this thread's tiles have the shapes of products with ROWS rows: sums, two factors, and
+// two tiles of one row for keep_tiles_awake.
 template <int ROWS> struct TileShapes {
 #ifdef KVPASS_AMX
   TileShapes() {
     struct alignas(64) {
       uint8_t palette = 1, start = 0, none[14]{};
-      uint16_t row_bytes[16]{};
-      uint8_t rows[16]{};
+      uint16_t row_bytes[16]{TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES};
+      uint8_t rows[16]{ROWS, ROWS, TILE_ROWS, 1, 1};
     } shapes;
-    for (int i = 0; i < 8; i++) {
-      shapes.row_bytes[i] = TILE_BYTES;
-      shapes.rows[i] = i > 5 ? 1 : i % 3 == 2 ? TILE_ROWS : ROWS;
-    }
     _tile_loadconfig(&shapes);
   }
   ~TileShapes() { _tile_release(); }
@@ -47,35 +44,25 @@ template <int ROWS> struct TileShapes {
 inline void keep_tiles_awake() {
 #ifdef KVPASS_AMX
   alignas(64) int32_t nothing[TILE_BYTES / 4];
-  _tile_dpbsud(6, 7, 2);
-  _tile_stored(6, nothing, TILE_BYTES);
+  _tile_dpbsud(3, 4, 2);
+  _tile_stored(3, nothing, TILE_BYTES);
 #endif
 }
 
 // sums[r][i] = the sum of a[r][k] * b[k / 4][4 * i + k % 4] over COUNT tiles' numbers k. Rows of a are
-// `stride` bytes apart. The tiles of ODD products are others: one need not wait for the other.
-template <bool ODD, int ROWS, int COUNT>
+// `stride` bytes apart.
+template <int ROWS, int COUNT>
 inline void multiply_tiles(const int8_t* a, int stride, const uint8_t* b, int32_t* sums) {
 #ifdef KVPASS_AMX
   // Compilers do not know which memory these instructions read and write.
   asm volatile("" : : "r"(a), "r"(b), "r"(sums) : "memory");
-  if constexpr (ODD) {
-    _tile_zero(3);
-    each<0, COUNT>([&](auto i) {
-      _tile_loadd(4, a + i * TILE_BYTES, stride);
-      _tile_loadd(5, b + i * TILE_ROWS * TILE_BYTES, TILE_BYTES);
-      _tile_dpbsud(3, 4, 5);
-    });
-    _tile_stored(3, sums, TILE_BYTES);
-  } else {
-    _tile_zero(0);
-    each<0, COUNT>([&](auto i) {
-      _tile_loadd(1, a + i * TILE_BYTES, stride);
-      _tile_loadd(2, b + i * TILE_ROWS * TILE_BYTES, TILE_BYTES);
-      _tile_dpbsud(0, 1, 2);
-    });
-    _tile_stored(0, sums, TILE_BYTES);
-  }
+  _tile_zero(0);
+  each<0, COUNT>([&](auto i) {
+    _tile_loadd(1, a + i * TILE_BYTES, stride);
+    _tile_loadd(2, b + i * TILE_ROWS * TILE_BYTES, TILE_BYTES);
+    _tile_dpbsud(0, 1, 2);
+  });
+  _tile_stored(0, sums, TILE_BYTES);
   asm volatile("" : : "r"(sums) : "memory");
 #else
   for (int r = 0; r < ROWS; r++)
@@ -98,15 +85,6 @@ template <int COUNT> constexpr int DIGITS_LIMIT = COUNT == 2 ? 32600 : 4160000;
 template <int COUNT> inline Ints offset_integers(Floats x, Floats by) {
   // The sum's last place is 1.
   return (Ints)(x * by + (12582912.0f + (COUNT == 2 ? 0x80 : 0x8080)));
-}
-
-// One vector's numbers in the mask's bits, the other's elsewhere.
-inline Ints blend(int mask, Ints one, Ints other) {
-#if KVPASS_LANES == 16 && defined(__AVX512F__)
-  return (Ints)_mm512_ternarylogic_epi32((__m512i)(Ints{} + mask), (__m512i)one, (__m512i)other, 0xca);
-#else
-  return (one & mask) | (other & ~mask);
-#endif
 }
 
 // Digits of four vectors of offset_integers, those of four lanes side by side, `stride` bytes apart.
@@ -142,11 +120,6 @@ template <class Code> constexpr int HELD = std::max(1, 2 * LANES / Code::WIDTH);
 template <int HELD, class Vector, int... I>
 inline Vector in_token_order(Vector x, std::integer_sequence<int, I...>) {
   return SHUFFLE(x, x, (I / (4 * HELD) * (4 * HELD) + I % HELD * 4 + I % (4 * HELD) / HELD));
-}
-
-// The codes of a plane in the low byte of each word, and those of the plane half of all planes on.
-template <class Codes, int PLANE> inline Ints byte_codes(Ints words) {
-  return words >> Codes::shift(PLANE) & Codes::MASK * 0x01010101;
 }
 
 }  // namespace

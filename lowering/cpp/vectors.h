@@ -3,9 +3,6 @@
 #ifndef KVPASS_LANES
 #define KVPASS_LANES 8
 #endif
-#ifndef KVPASS_TILES
-#define KVPASS_TILES 0
-#endif
 // The first of all headers, so that what is precompiled in its place can bring the others.
 #if KVPASS_LANES > 4 && defined(__AVX2__)
 #include <immintrin.h>
@@ -99,6 +96,15 @@ inline Ints pick(Ints x, Ints mask, Ints bits) {
 #endif
 }
 
+// One vector's numbers in the mask's bits, the other's elsewhere.
+inline Ints blend(int mask, Ints one, Ints other) {
+#if KVPASS_LANES == 16 && defined(__AVX512F__)
+  return (Ints)_mm512_ternarylogic_epi32((__m512i)(Ints{} + mask), (__m512i)one, (__m512i)other, 0xca);
+#else
+  return (one & mask) | (other & ~mask);
+#endif
+}
+
 template <class Vector> inline Vector select(Ints condition, Vector yes, Vector no) {
   return condition ? yes : no;
 }
@@ -129,6 +135,12 @@ inline Floats larger_magnitude(Floats before, Floats x) {
 #else
 #define SHUFFLE(a, b, index) __builtin_shuffle(a, b, decltype((a) == (a)){index...})
 #endif
+
+// Lane i: lane 2 * i + FIRST of both vectors, one behind the other.
+template <int FIRST, int... I>
+inline Floats every_other(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return SHUFFLE(a, b, (2 * I + FIRST));
+}
 
 template <int N> using Constant = std::integral_constant<int, N>;
 

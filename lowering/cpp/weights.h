@@ -19,9 +19,10 @@ inline void scale_group(const Pair<A>& pair, int64_t slot, int group, int first,
     __builtin_prefetch(place + Block<A>::SIZE);
     each<0, ROWS>([&](auto r) {
       // The weights of tokens behind count belong to exact values, or, where slots do not lie one
-      // behind the other, to none.
+      // behind the other, to none. Digits are of whole tiles.
       Floats weight = load<Floats, LANES>(block.scores[r] + first + t);
-      if constexpr (V::SCATTERED) weight = select(lane_numbers() < count - t, weight, Floats{});
+      if constexpr (V::SCATTERED || VALUES_IN_TILES<V>)
+        weight = select(lane_numbers() < count - t, weight, Floats{});
       base[r] += weight * affine.minimum;
       weight *= affine.scale;
       if constexpr (IN_INTEGERS<V> || VALUES_IN_TILES<V>) top[r] = maximum(top[r], weight);

@@ -43,6 +43,10 @@ template <int BITS> struct Bits {
     if constexpr (PLANE == COUNT - 1 && !LEFT) return (Ints)((Words)words >> shift(PLANE));
     else return words >> (shift(PLANE) - LEFT) & (MASK << LEFT) * 0x10001;
   }
+  // The codes of a plane in the low byte of each word; in the high one, of the plane half of all on.
+  template <int PLANE> static Ints bytes(Ints words) {
+    return words >> shift(PLANE) & MASK * 0x01010101;
+  }
   // The LEFT with which no code of a byte is shifted; the largest code then.
   static constexpr int left(int plane) { return shift(plane) % 8; }
   static constexpr int MAX_LEFT = MASK << BITS * (COUNT - 1) % 8;

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from kvpass._torch import (
-    inner_example,
-    inner_source,
-    mark_static_input,
-    unkept,
-)
+from kvpass._torch import inner_example, inner_source, mark_static_input, unkept
 from kvpass._torch_sizes import Size, same_size, symbol_node, symbol_positions, symbols_of
 from kvpass.errors import GraphError
 from kvpass.format.channels import ChannelBasis, channel_basis
