@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import sympy
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -19,6 +21,10 @@ Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _CUDA_GRAPHS = "triton.cudagraphs"
 # Of code that `_named_sizes` has seen to.
 _NAMED = " sizes are named"
+# What finds out what a Triton kernel reads and writes; in earlier versions, only what it writes.
+_FINDERS = ("identify_accessed_tensors", "identify_mutated_tensors")
+# What constants of Triton kernels may be.
+_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
@@ -61,6 +67,47 @@ def _named_sizes() -> Iterator[None]:
 
 
 @contextmanager
+def _accesses_found_once() -> Iterator[None]:
+    """Lets Inductor find out once what a Triton kernel reads and writes: it asks, compiling the
+    kernel halfway, four times for each call of one, and all layers call the same."""
+    from torch._higher_order_ops import triton_kernel_wrap
+    from torch._inductor.ir import TensorBox
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    name = next((x for x in _FINDERS if hasattr(triton_kernel_wrap, x)), None)
+    if name is None:
+        yield
+        return
+    find, found = getattr(triton_kernel_wrap, name), dict[Any, Any]()
+
+    def described(x: Any) -> Any:
+        if isinstance(x, FakeTensor | TensorBox):
+            return "tensor", x.dtype
+        # As there: any number stands for these.
+        if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Expr):
+            return "symbol"
+        return (type(x), x) if isinstance(x, _CONSTANTS) else None
+
+    def find_once(kernel: Any, arguments: dict[str, Any], descriptors: dict[str, Any]) -> Any:
+        from triton.runtime.autotuner import Autotuner
+
+        if isinstance(kernel, Autotuner):
+            # As there. What gives a call its number of warps is one, too.
+            arguments = arguments | (kernel.configs[0].kwargs if kernel.configs else {})
+            kernel = kernel.fn
+        types = {name: described(x) for name, x in arguments.items()}
+        if descriptors or None in types.values():
+            return find(kernel, arguments, descriptors)
+        key = kernel, tuple(types.items())
+        if key not in found:
+            found[key] = find(kernel, arguments, descriptors)
+        return found[key]
+
+    with patch.object(triton_kernel_wrap, name, find_once):
+        yield
+
+
+@contextmanager
 def inductor(
     mode: str | None,
     tag: str,
@@ -88,7 +135,9 @@ def inductor(
         patches[_CUDA_GRAPHS] = False
     key = f"{config.cache_key_tag}{tag}{_NAMED}"
     own = config.patch(cache_key_tag=key)  # type: ignore[attr-defined]
-    with own, batched_kernels() as loaded, trusted_vectors(), _named_sizes():
+    with (
+        own, batched_kernels() as loaded, trusted_vectors(), _named_sizes(), _accesses_found_once(),
+    ):  # fmt: skip
         compiler: Any = compile_fx
         yield partial(compiler, config_patches=patches)
     if modules is not None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx import Graph
+from triton.runtime.jit import JITFunction
 
 from kvpass import _torch_gpu
 from kvpass._torch_gpu import InductorKernel
@@ -28,11 +31,13 @@ STATIC = Route("rotated-4bit,key_rotation=hadamard", torch.float16, "static", 8,
 
 @pytest.fixture(scope="module", params=[DYNAMIC, STATIC], ids=str)
 def found(request):
-    return request.param, dry_run(request.param)
+    find = triton_kernel_wrap.identify_accessed_tensors
+    with patch.object(triton_kernel_wrap, "identify_accessed_tensors", wraps=find) as asked:
+        return request.param, dry_run(request.param), asked.call_args_list
 
 
 def test_nothing_fails_is_copied_or_waits(found):
-    route, graphs = found
+    route, graphs, _ = found
     prefill, decode = graphs
     assert (prefill.kind, decode.kind) == ("prefill", "decode")
     for graph in graphs:
@@ -71,9 +76,19 @@ def test_chunks(monkeypatch):
     assert decode.waits == ()
 
 
+def test_what_a_kernel_writes_is_found_once(found):
+    """Inductor asks four times for each call of each of two layers."""
+    _, _, asked = found
+    kernels = sorted(call.args[0].fn.__name__ for call in asked)
+    packs = ["pack_prompt"] * 2
+    assert kernels == ["append_both", "attention_merge", "attention_split", *packs]
+    # Some with the numbers of warps and stages of a call, some without.
+    assert {type(call.args[0]) for call in asked} == {JITFunction}
+
+
 def test_kernels_are_inspected_as_inductor_compiles_them(found):
     """`kvpass kernels` and the gates give the compiler what Inductor does."""
-    route, graphs = found
+    route, graphs, _ = found
     plan = module._plan(route.recipe).default
     keys, values = plan.keys, plan.values
     if route is STATIC:
