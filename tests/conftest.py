@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from kvpass.tensor.dispatch import DECODES
+from tests.interpreter import patch_language_once
 from tests.precompiled import precompile
 
 settings.register_profile("kvpass", deadline=None, max_examples=40, print_blob=True)
@@ -32,7 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Precompiles headers for a run of several processes, in the first of them: it takes seconds,
     which a few tests do not gain back."""
     starts = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
-    if starts and not INTERPRETED:
+    if INTERPRETED:
+        patch_language_once()
+    elif starts:
         folder = tempfile.TemporaryDirectory(prefix="kvpass-tests-")
         config.add_cleanup(folder.cleanup)
         if precompile(Path(folder.name)):
