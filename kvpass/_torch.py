@@ -23,7 +23,7 @@ from torch._dynamo.source import (
 from torch._dynamo.utils import compilation_time_metrics
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from kvpass._torch import FakeTensor
 from kvpass._torch_calls import CompiledModule
 from kvpass._torch_cpp import batched_kernels, call_directly, trusted_vectors
 
@@ -21,8 +22,6 @@ Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _CUDA_GRAPHS = "triton.cudagraphs"
 # Of code that `_named_sizes` has seen to.
 _NAMED = " sizes are named"
-# What finds out what a Triton kernel reads and writes; in earlier versions, only what it writes.
-_FINDERS = ("identify_accessed_tensors", "identify_mutated_tensors")
 # What constants of Triton kernels may be.
 _CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
@@ -66,44 +65,55 @@ def _named_sizes() -> Iterator[None]:
         yield
 
 
+def accesses_finder() -> str | None:
+    """What Inductor calls, in `torch._higher_order_ops.triton_kernel_wrap`, to find out what a
+    Triton kernel reads and writes; in torch 2.11, what it writes."""
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    names = ("identify_accessed_tensors", "identify_mutated_tensors")
+    return next((name for name in names if hasattr(triton_kernel_wrap, name)), None)
+
+
+def _known_of(argument: Any) -> Any:
+    """What that finder looks at of an argument; None if it is not known what."""
+    from torch._inductor.ir import TensorBox
+
+    if isinstance(argument, FakeTensor | TensorBox):
+        return "tensor", argument.dtype
+    # One number stands for all of these.
+    if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Expr):
+        return "symbol"
+    return (type(argument), argument) if isinstance(argument, _CONSTANTS) else None
+
+
 @contextmanager
 def _accesses_found_once() -> Iterator[None]:
     """Lets Inductor find out once what a Triton kernel reads and writes: it asks, compiling the
     kernel halfway, four times for each call of one, and all layers call the same."""
     from torch._higher_order_ops import triton_kernel_wrap
-    from torch._inductor.ir import TensorBox
-    from torch._subclasses.fake_tensor import FakeTensor
 
-    name = next((x for x in _FINDERS if hasattr(triton_kernel_wrap, x)), None)
-    if name is None:
+    finder = accesses_finder()
+    if finder is None:
         yield
         return
-    find, found = getattr(triton_kernel_wrap, name), dict[Any, Any]()
-
-    def described(x: Any) -> Any:
-        if isinstance(x, FakeTensor | TensorBox):
-            return "tensor", x.dtype
-        # As there: any number stands for these.
-        if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Expr):
-            return "symbol"
-        return (type(x), x) if isinstance(x, _CONSTANTS) else None
+    find, found = getattr(triton_kernel_wrap, finder), dict[Any, Any]()
 
     def find_once(kernel: Any, arguments: dict[str, Any], descriptors: dict[str, Any]) -> Any:
         from triton.runtime.autotuner import Autotuner
 
         if isinstance(kernel, Autotuner):
-            # As there. What gives a call its number of warps is one, too.
+            # As `find` has it. What gives a call its number of warps is one, too.
             arguments = arguments | (kernel.configs[0].kwargs if kernel.configs else {})
             kernel = kernel.fn
-        types = {name: described(x) for name, x in arguments.items()}
-        if descriptors or None in types.values():
+        known = {name: _known_of(x) for name, x in arguments.items()}
+        if descriptors or None in known.values():
             return find(kernel, arguments, descriptors)
-        key = kernel, tuple(types.items())
-        if key not in found:
-            found[key] = find(kernel, arguments, descriptors)
-        return found[key]
+        call = kernel, tuple(known.items())
+        if call not in found:
+            found[call] = find(kernel, arguments, descriptors)
+        return found[call]
 
-    with patch.object(triton_kernel_wrap, name, find_once):
+    with patch.object(triton_kernel_wrap, finder, find_once):
         yield
 
 

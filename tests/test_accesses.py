@@ -10,7 +10,7 @@ import triton
 from torch._higher_order_ops import triton_kernel_wrap
 
 from kvpass._torch import FakeTensorMode
-from kvpass._torch_inductor import inductor
+from kvpass._torch_inductor import accesses_finder, inductor
 
 MODE = FakeTensorMode()
 
@@ -57,18 +57,22 @@ DIFFERENT = [
 ]
 
 
+def looked_at(*calls: tuple[object, ...]) -> tuple[int, list[object]]:
+    """How many of these calls Inductor looks at, and what it is told of each."""
+    finder, find = accesses_finder(), Mock(side_effect=lambda *_: object())
+    with patch.object(triton_kernel_wrap, finder, find):
+        with inductor(None, "tag"):
+            found = [getattr(triton_kernel_wrap, finder)(*call) for call in calls]
+        assert getattr(triton_kernel_wrap, finder) is find
+    return find.call_count, found
+
+
 @pytest.mark.parametrize(("calls", "asked"), [(x, 1) for x in EQUAL] + [(x, 2) for x in DIFFERENT])
 def test_equal_calls_are_looked_at_once(calls, asked):
-    find = Mock(side_effect=lambda *_: object())
-    with patch.object(triton_kernel_wrap, "identify_accessed_tensors", find), inductor(None, "tag"):
-        found = [triton_kernel_wrap.identify_accessed_tensors(*call, {}) for call in calls]
-    assert find.call_count == len(set(found)) == asked
-    assert triton_kernel_wrap.identify_accessed_tensors is not find
+    count, found = looked_at(*((*call, {}) for call in calls))
+    assert count == len(set(found)) == asked
 
 
 def test_descriptors_are_always_looked_at():
-    find = Mock(side_effect=lambda *_: object())
-    with patch.object(triton_kernel_wrap, "identify_accessed_tensors", find), inductor(None, "tag"):
-        for _ in range(2):
-            triton_kernel_wrap.identify_accessed_tensors(first, arguments(), {"out": "a layout"})
-    assert find.call_count == 2
+    count, _ = looked_at(*[(first, arguments(), {"out": "a layout"})] * 2)
+    assert count == 2

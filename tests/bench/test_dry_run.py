@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from kvpass import _torch_gpu
 from kvpass._torch_gpu import InductorKernel
+from kvpass._torch_inductor import accesses_finder
 from kvpass.bench import dry_run as module
 from kvpass.bench.dry_run import GraphFindings, Route, dry_run, dry_run_section
 from kvpass.cli import main
@@ -31,8 +32,9 @@ STATIC = Route("rotated-4bit,key_rotation=hadamard", torch.float16, "static", 8,
 
 @pytest.fixture(scope="module", params=[DYNAMIC, STATIC], ids=str)
 def found(request):
-    find = triton_kernel_wrap.identify_accessed_tensors
-    with patch.object(triton_kernel_wrap, "identify_accessed_tensors", wraps=find) as asked:
+    finder = accesses_finder()
+    find = getattr(triton_kernel_wrap, finder)
+    with patch.object(triton_kernel_wrap, finder, wraps=find) as asked:
         return request.param, dry_run(request.param), asked.call_args_list
 
 

@@ -196,10 +196,9 @@ class _Binder:
 
     def bind_ops(self) -> None:
         """Puts ops on inner tensors in the place of logical ones."""
-        held = next(iter(self.arguments), None)
         # Inner tensors that are arguments have sizes of their own, in each layer.
-        ends = None if held is None else held.meta["example_value"].segment_ends
-        with nullcontext() if ends is None else unkept(ends):
+        ends = [argument.meta["example_value"].segment_ends for argument in self.arguments]
+        with unkept(ends[0]) if ends else nullcontext():
             for node in list(self.graph.nodes):
                 if node.target in self._bind:
                     with self.graph.inserting_before(node):
