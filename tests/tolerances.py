@@ -31,7 +31,8 @@ CPP_ATTENTION = {
     # between 1 and 2), and an exponential that is good to 2e-7.
     torch.float32: 4e-6,
     # Sums are in float32; the output is rounded to 8 bits (2**-9) or 11 bits (2**-12), on average
-    # half of that.
+    # half of that. Where tiles multiply bfloat16, so are decoded tokens and weights, whose errors
+    # differ from token to token.
     torch.bfloat16: 3e-3,
     torch.float16: 4e-4,
 }

@@ -82,8 +82,9 @@ void merge(const A& a, const PanelOf<A>* parts, int64_t splits, int64_t stride, 
 // Parts of the tokens of a pair that are attended to side by side, of at least eight blocks each.
 template <class A> int64_t splits_of(const A& a, int64_t blocks, int64_t pairs) {
   int64_t wanted = a.threads > 1 ? (4 * a.threads + pairs - 1) / pairs : 1;
-  // All heads rotate some tokens before others: their cosines and sines stay in the cache.
-  if constexpr (A::K::ROPE_CHANNELS > 0)
+  // All heads rotate some tokens before others: their cosines and sines stay in the cache. Sums of many
+  // rows would take more of it.
+  if (A::K::ROPE_CHANNELS > 0 && a.rows <= PanelOf<A>::ROWS)
     wanted = std::max((blocks * PanelOf<A>::BLOCK + 1023) / 1024,
                       (4 * a.threads + pairs - 1) / pairs);
   return std::max<int64_t>(1, std::min(wanted, blocks / 8));

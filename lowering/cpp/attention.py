@@ -46,6 +46,8 @@ _GEMV_ROWS = 4
 # The most rows that take turns, where codes are multiplied as floats, and as integers.
 _FLOAT_TURNS = 8
 _INTEGER_TURNS = 32
+# The same where more of them are multiplied in tiles of the model's own type.
+_TILE_TURNS = 12
 _VECTOR_ROWS = 8
 _GEMM_ROWS = 16
 _FEWEST_LANES = 4
@@ -138,11 +140,12 @@ def row_size(
     """Query rows that a function for so many is made for: `_GEMM_ROWS`: any number. 1 and 2 leave
     room for tokens."""
     sides = constants_of(k_plan, k_dim), constants_of(v_plan, v_dim)
+    tiles = native_tiles() and dtype is torch.bfloat16
     integers = dtype.itemsize == 2 and all(c.in_integers for c in sides)
-    turns = _INTEGER_TURNS if integers else _FLOAT_TURNS
+    turns = (_TILE_TURNS if tiles else _INTEGER_TURNS) if integers else _FLOAT_TURNS
     if rows > _GEMV_ROWS and rows <= turns and not any(c.dequant_first for c in sides):
         return _GEMV_ROWS
-    sizes = (1, 2, _GEMV_ROWS, _VECTOR_ROWS)
+    sizes = (1, 2, _GEMV_ROWS) if tiles else (1, 2, _GEMV_ROWS, _VECTOR_ROWS)
     return next((size for size in sizes if rows <= size), _GEMM_ROWS)
 
 

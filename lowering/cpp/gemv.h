@@ -49,7 +49,7 @@ template <class A> void start_panel(const Pair<A>& pair, int64_t first, Panel<A>
   for (int r = 0; r < A::ROWS; r++) {
     auto& row = panel.rows[r];
     row.top = -INFINITE;
-    if (first + r < pair.a.rows) pair.read_query(first + r, row.query);
+    if (first + r < pair.a.rows) pair.read_query(first + r, pair.a.scale, row.query);
   }
   if constexpr (A::K::DIRECT) arrange_query(panel);
 }

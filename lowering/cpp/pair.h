@@ -236,8 +236,8 @@ template <class A> struct Pair {
       scores[t * STEP] = -INFINITE;
   }
 
-  // The channels of a query row, in the basis of the keys, scaled, in whole vectors.
-  void read_query(int64_t row, float* query) const {
+  // The channels of a query row, in the basis of the keys, times `scale`, in whole vectors.
+  void read_query(int64_t row, float scale, float* query) const {
     const auto* place = a.query.at(sequence, head_of(row), token + row % a.queries);
     typename A::Element rotated[K::DIM];
     if (a.basis.data) {
@@ -245,7 +245,7 @@ template <class A> struct Pair {
       place = rotated;
     }
     each_vector<K::DIM>([&](auto at, auto width) {
-      store<LANES>(query + at, load_numbers<width>(place + at) * (float)a.scale);
+      store<LANES>(query + at, load_numbers<width>(place + at) * scale);
     });
   }
 };

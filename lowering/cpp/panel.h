@@ -74,7 +74,7 @@ template <class A> struct Panel {
   // What tiles need meanwhile.
   struct None {};
   using Shapes = std::conditional_t<KEYS_IN_TILES<K> || VALUES_IN_TILES<V>,
-                                    TileShapes<DIGITS<A> * ROWS>, None>;
+                                    ByteTiles<DIGITS<A> * ROWS>, None>;
 
   // The weighted sums of one query row over some tokens: those of packed ones in plane order.
   struct Row {

@@ -1,12 +1,13 @@
-// Products of matrices of bytes: what AMX multiplies in tiles of 16 rows of 64 bytes.
+// Products of matrices of bytes, and of bfloat16: what AMX multiplies in tiles of 16 rows of 64 bytes.
 #pragma once
 #include "integers.h"
+#include "numbers.h"
 
 namespace {
 
 // KVPASS_TILES: 1: the CPU has such instructions and this process may use them; 2: loops stand in for
 // them.
-#if KVPASS_TILES == 1 && KVPASS_LANES == 16 && defined(__AMX_INT8__)
+#if KVPASS_TILES == 1 && KVPASS_LANES == 16 && defined(__AMX_INT8__) && defined(__AMX_BF16__)
 #define KVPASS_AMX
 #endif
 #if defined(KVPASS_AMX) || (KVPASS_TILES == 2 && KVPASS_LANES == 16)
@@ -20,15 +21,14 @@ constexpr int TILE_ROWS = 16, TILE_BYTES = 64;
 constexpr int TILE_TOKENS = 4 * TILE_ROWS;
 typedef int8_t Bytes __attribute__((vector_size(4 * LANES)));
 
-// While it lives, this thread's tiles have the shapes of products with ROWS rows: sums, two factors, and
-// two tiles of one row for keep_tiles_awake.
-template <int ROWS> struct TileShapes {
+// While it lives, this thread's tiles have so many rows of TILE_BYTES.
+template <int... ROWS> struct TileShapes {
 #ifdef KVPASS_AMX
   TileShapes() {
     struct alignas(64) {
       uint8_t palette = 1, start = 0, none[14]{};
-      uint16_t row_bytes[16]{TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES};
-      uint8_t rows[16]{ROWS, ROWS, TILE_ROWS, 1, 1};
+      uint16_t row_bytes[16]{((void)ROWS, TILE_BYTES)...};
+      uint8_t rows[16]{ROWS...};
     } shapes;
     _tile_loadconfig(&shapes);
   }
@@ -38,12 +38,15 @@ template <int ROWS> struct TileShapes {
 #endif
   TileShapes(const TileShapes&) = delete;
 };
+// Those of products with ROWS rows: sums, two factors, and two tiles of one row for keep_tiles_awake.
+template <int ROWS> using ByteTiles = TileShapes<ROWS, ROWS, TILE_ROWS, 1, 1>;
 
 // What multiplies tiles, and what stores them, each falls asleep after some 1,800 cycles without work,
 // and wakes up in 700: called between products that are further apart.
 inline void keep_tiles_awake() {
 #ifdef KVPASS_AMX
-  alignas(64) int32_t nothing[TILE_BYTES / 4];
+  // Of as many rows as such a tile may have.
+  alignas(64) int32_t nothing[TILE_ROWS][TILE_BYTES / 4];
   _tile_dpbsud(3, 4, 2);
   _tile_stored(3, nothing, TILE_BYTES);
 #endif
@@ -71,6 +74,82 @@ inline void multiply_tiles(const int8_t* a, int stride, const uint8_t* b, int32_
       for (int k = 0; k < COUNT * TILE_BYTES; k++)
         sum += a[r * stride + k] * b[k / 4 * TILE_BYTES + 4 * i + k % 4];
       sums[r * (TILE_BYTES / 4) + i] = sum;
+    }
+#endif
+}
+
+// Numbers rounded to bfloat16: those of one vector behind those of the other, or in every lane the two of
+// that lane, the first one's in the low bits.
+inline Words round_both(Floats a, Floats b) {
+#if KVPASS_LANES == 16 && defined(__AVX512BF16__)
+  return (Words)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+#else
+  BFloat16 x[2 * LANES];
+  store_numbers<LANES>(x, a);
+  store_numbers<LANES>(x + LANES, b);
+  return load<Words, 2 * LANES>(x);
+#endif
+}
+template <int... I> inline Words zip_halves(Words x, std::integer_sequence<int, I...>) {
+  return SHUFFLE(x, x, (I / 2 + I % 2 * LANES));
+}
+inline Ints round_pairs(Floats a, Floats b) {
+  return (Ints)zip_halves(round_both(a, b), std::make_integer_sequence<int, 2 * LANES>{});
+}
+
+// sums[i][j] = what was there, if ADDS, and the sum of a[i][k] * b[k / 2][2 * j + k % 2] over `steps` tiles'
+// numbers k. Rows of a, two tiles of them, are `stride` bytes apart; of b each step has two tiles side by
+// side, of which COUNT are multiplied; rows of sums are as long as both.
+template <int COUNT, bool ADDS>
+inline void multiply_tiles(
+    const BFloat16* a, int stride, const BFloat16 (*b)[TILE_BYTES / 2], int steps, float* sums) {
+  constexpr int WIDTH = TILE_BYTES / 4;
+#ifdef KVPASS_AMX
+  constexpr int STRIDE = 2 * TILE_BYTES;
+  asm volatile("" : : "r"(a), "r"(b), "r"(sums) : "memory");
+  float* below = sums + TILE_ROWS * 2 * WIDTH;
+  if constexpr (ADDS) {
+    _tile_loadd(0, sums, STRIDE);
+    _tile_loadd(1, below, STRIDE);
+    if constexpr (COUNT == 2) {
+      _tile_loadd(2, sums + WIDTH, STRIDE);
+      _tile_loadd(3, below + WIDTH, STRIDE);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int k = 0; k < steps; k++, a += TILE_BYTES / 2, b += 2 * TILE_ROWS) {
+    _tile_loadd(4, a, stride);
+    _tile_loadd(6, b, TILE_BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, (const char*)a + TILE_ROWS * stride, stride);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (COUNT == 2) {
+      _tile_loadd(7, b + TILE_ROWS, TILE_BYTES);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, STRIDE);
+  _tile_stored(1, below, STRIDE);
+  if constexpr (COUNT == 2) {
+    _tile_stored(2, sums + WIDTH, STRIDE);
+    _tile_stored(3, below + WIDTH, STRIDE);
+  }
+  asm volatile("" : : "r"(sums) : "memory");
+#else
+  for (int i = 0; i < 2 * TILE_ROWS; i++)
+    for (int j = 0; j < COUNT * WIDTH; j++) {
+      float sum = ADDS ? sums[i * 2 * WIDTH + j] : 0;
+      for (int k = 0; k < steps * TILE_BYTES / 2; k++) {
+        const int at = k / (2 * TILE_ROWS) * 2 + j / WIDTH;
+        const float x = to_float(*(const BFloat16*)((const char*)a + i * stride + 2 * k));
+        sum += x * to_float(b[at * TILE_ROWS + k % (2 * TILE_ROWS) / 2][j % WIDTH * 2 + k % 2]);
+      }
+      sums[i * 2 * WIDTH + j] = sum;
     }
 #endif
 }

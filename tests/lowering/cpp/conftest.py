@@ -6,7 +6,13 @@ import pytest
 
 from lowering.cpp import attention, library, linear
 
-CACHES = (attention.kernel_function, library.tensor_function, linear._function, linear._source)
+CACHES = (
+    attention.kernel_function,
+    attention.row_size,
+    library.tensor_function,
+    linear._function,
+    linear._source,
+)
 
 
 @pytest.fixture(params=[4, 8, 16], ids=lambda n: f"{n}-lanes")
@@ -16,10 +22,16 @@ def lanes(request, monkeypatch):
 
 @pytest.fixture(params=[0, 2], ids=["own-tiles", "loops"])
 def tiles(request, monkeypatch):
-    """Bytes are multiplied in this CPU's tiles, if it has any, or in loops in their place."""
+    """Matrices are multiplied in this CPU's tiles, if it has any, or in loops in their place."""
     loops = request.param
     lanes, own = library.native_lanes(), library.native_tiles()
     yield from _as_for(monkeypatch, 16 if loops else lanes, loops or own)
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """They are multiplied in loops in the place of tiles."""
+    yield from _as_for(monkeypatch, 16, tiles=2)
 
 
 def _as_for(monkeypatch, lanes, tiles):

@@ -15,6 +15,7 @@ from lowering.cpp.attention import (
     row_size,
     unsupported_reason,
 )
+from lowering.cpp.library import native_tiles
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
@@ -148,7 +149,8 @@ def test_only_many_query_rows_are_multiplied_as_matrices() -> None:
     def turns(rows: int, plans: tuple[str, str], dtype: torch.dtype) -> bool:
         return row_size(rows, *plans, 64, 64, dtype) == 4
 
-    for dtype, most in ((torch.float32, 8), (torch.bfloat16, 32), (torch.float16, 32)):
+    in_tiles = 12 if native_tiles() else 32
+    for dtype, most in ((torch.float32, 8), (torch.bfloat16, in_tiles), (torch.float16, 32)):
         assert turns(most, kivi(2), dtype)
         assert not turns(most + 1, kivi(2), dtype)
     assert not turns(9, ("fp", "fp"), torch.bfloat16)
@@ -183,17 +185,54 @@ def test_tiles(plans, dim, heads, dtype, tiles):
         check(plans, *states(plans, tokens, dim=dim, dtype=dtype), query(heads, 1, dim, dtype))
 
 
+def far_apart(plans, dim, dtype=torch.float32, seed=0):
+    """Packed keys with a channel, and values with tokens, that are much larger than the others."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = [torch.randn(2, 2, 300, dim, generator=g).to(dtype) for _ in plans]
+    tokens[0][..., 3] *= 30
+    tokens[1][:, :, 40::100] *= 300
+    return [torch.ops.kvpass.pack(x, plan) for x, plan in zip(tokens, plans, strict=True)]
+
+
+def as_near_as_a_plain_cache(plans, packed, q):
+    """As near to float64 as a plain cache of the query's type is, read by SDPA."""
+    arguments = (q, *packed, None, q.shape[3] ** -0.5, *plans)
+    wanted = dense_attention(*arguments)
+    plain = [torch.cat(x).to(q.dtype) for x in zip(*decoded_rows(*packed, *plans), strict=True)]
+    peer = scaled_dot_product_attention(q, *plain, enable_gqa=True)
+    assert relative_error(attention(*arguments), wanted) <= relative_error(peer, wanted)
+
+
 def test_tiles_of_numbers_that_differ_by_far(tiles):
     """Digits are steps of the largest number of a row: in float32 they lose no more than a sum of
     numbers in float32 does, whose largest one it is."""
-    plans = kivi(4)
-    tokens = [
-        torch.randn(2, 2, 300, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1)
-    ]
-    tokens[0][..., 3] *= 30
-    tokens[1][:, :, 40::100] *= 300
-    packed = [torch.ops.kvpass.pack(x, plan) for x, plan in zip(tokens, plans, strict=True)]
-    check(plans, *packed, query(8, 1, 64))
+    check(kivi(4), *far_apart(kivi(4), 64), query(8, 1, 64))
+
+
+# Channels and tokens that fill tiles, and some that do not.
+MATRICES = [
+    (kivi(4), (128, 128)),
+    (("int8.token40/window=5,pack_every=3", "int3.token16.fp8/window=32,pack_every=1"), (80, 48)),
+]
+
+
+@pytest.mark.parametrize(("plans", "dims"), MATRICES, ids=str)
+def test_matrices_in_tiles(plans, dims, tiles):
+    """Of a model in bfloat16, many query rows are."""
+    dtype = torch.bfloat16
+    variant = {"sinks": torch.linspace(-3, 5, 8), "causal": True, "window": 150, "softcap": 8.0}
+    for tokens, n in ((30, 4), (300, 7), (300, 16)):
+        keys, values = states(plans, tokens, steps=(n,), dim=dims, dtype=dtype)
+        q = query(8, n, dims[0], dtype)
+        hidden = torch.rand(2, 1, n, tokens + n, generator=torch.Generator().manual_seed(n)) > 0.2
+        check(plans, keys, values, q, causal=True)
+        check(plans, keys, values, q, hidden, **variant)
+
+
+def test_matrices_in_tiles_of_numbers_that_differ_by_far(loops):
+    """What is decoded is rounded as it is in a plain cache of the model's type, and no more."""
+    dtype = torch.bfloat16
+    as_near_as_a_plain_cache(kivi(4), far_apart(kivi(4), 64, dtype), query(8, 16, 64, dtype))
 
 
 @pytest.mark.parametrize("spoiled", ["keys", "values", "query"])
@@ -220,19 +259,9 @@ def test_what_is_no_number_stays_none(spoiled, tiles):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_integers_of_numbers_that_differ_by_far(seed):
-    """Even then they are nearer to float64 than a plain cache in float16 is, read by SDPA."""
-    g = torch.Generator().manual_seed(seed)
     plans, dim, heads = INTEGERS[0]
-    q = query(heads, 1, dim, torch.float16)
-    tokens = [torch.randn(2, 2, 300, dim, generator=g).half() for _ in plans]
-    tokens[0][..., 3] *= 30
-    tokens[1][:, :, 40::100] *= 300
-    packed = [torch.ops.kvpass.pack(x, plan) for x, plan in zip(tokens, plans, strict=True)]
-    arguments = (q, *packed, None, dim**-0.5, *plans)
-    wanted = dense_attention(*arguments)
-    plain = [torch.cat(x).half() for x in zip(*decoded_rows(*packed, *plans), strict=True)]
-    peer = scaled_dot_product_attention(q, *plain, enable_gqa=True)
-    assert relative_error(attention(*arguments), wanted) <= relative_error(peer, wanted)
+    packed = far_apart(plans, dim, torch.float16, seed)
+    as_near_as_a_plain_cache(plans, packed, query(heads, 1, dim, torch.float16))
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,11 @@ def test_dtypes(dtype: torch.dtype) -> None:
     check(PLANS["nuq3-1%"], 300, query(8, 1, 64, dtype), batch=2)
 
 
+def test_matrices_in_tiles(loops: int) -> None:
+    """Of many query rows, in bfloat16."""
+    check(PLANS["nuq3-1%"], 300, query(8, 7, 64, torch.bfloat16), batch=2)
+
+
 @pytest.mark.parametrize("plan", ENCODED, ids=lambda text: text.replace("/", " "))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_encoding_is_the_references(plan: str, dtype: torch.dtype) -> None:

@@ -59,6 +59,11 @@ def test_attention(
     check_attention(chunks, (KEYS, VALUES), (keys, values), q, mask, CPP_ATTENTION[dtype])
 
 
+def test_matrices_in_tiles(loops: int) -> None:
+    """Of many query rows, in bfloat16."""
+    test_attention(2, 4, STEP, 64, torch.bfloat16, masked=True)
+
+
 @pytest.mark.parametrize("plan", [KEYS, VALUES])
 def test_prompts_and_steps(plan: str) -> None:
     x = keys_like(2, 2, PROMPT + STEP, 32, torch.float32, 0)

@@ -71,6 +71,11 @@ def test_many_query_heads_and_small_pages():
     check(Pool(kivi(4), page=32, pages=128), heads=16, softcap=3.0)
 
 
+def test_matrices_in_tiles(loops):
+    """Of many query heads, in bfloat16."""
+    check(Pool(kivi(4), dtype=torch.bfloat16), heads=32)
+
+
 def test_groups_of_several_heads():
     check(Pool((f"int2.token128.fp8/{SINKS}", f"int2.token128.fp8/{SINKS}")), heads=4)
 
