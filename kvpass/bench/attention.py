@@ -48,7 +48,7 @@ def bench_attention(
     """Times ``kvpass::attention``, by the best provider for the device, against dense attention.
 
     Args:
-        cases: shapes of the decode step.
+        cases: shapes of the step.
         recipes: their names.
         rounds: timed calls of every contender.
         graphs: on a GPU, time CUDA graphs (kernels without launches).
@@ -92,8 +92,9 @@ def attention_section(run: AttentionRun) -> Section:
         ("GB/s", lambda r: number(rate(r))),
         ("of copy", lambda r: f"{rate(r) / run.copy_gb_s:.0%}"),
     ]
+    new = "" if case.queries == 1 else f", of which {case.queries} are new"
     title = (
-        f"{case.tokens} tokens, batch {case.batch}, {case.heads} query and {case.kv_heads} KV "
+        f"{case.tokens} tokens{new}, batch {case.batch}, {case.heads} query and {case.kv_heads} KV "
         f"heads of {case.head_dim}, {dtype_name(case.dtype)} on {case.device}; "
         f"a copy moves {number(run.copy_gb_s)} GB/s"
     )
@@ -102,5 +103,5 @@ def attention_section(run: AttentionRun) -> Section:
 
 def attention_json(run: AttentionRun) -> list[dict[str, Any]]:
     """A row for each result, raw times included."""
-    case = {"tokens": run.case.tokens, "batch": run.case.batch, "copy_gb_s": run.copy_gb_s}
-    return [case | result_json(result) for result in run.results]
+    case = {name: getattr(run.case, name) for name in ("tokens", "queries", "batch")}
+    return [case | {"copy_gb_s": run.copy_gb_s} | result_json(result) for result in run.results]

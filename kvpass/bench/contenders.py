@@ -1,4 +1,4 @@
-"""Contenders for one decode step's attention: kvpass under a recipe, and dense attention."""
+"""Contenders for one step's attention: kvpass under a recipe, and dense attention."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvpass.bench.models import check_sizes
 from kvpass.bench.plans import handle_of, layer_plan, packed_states
 from kvpass.bench.timing import Contender, relative_error
+from kvpass.errors import OptionError
 from kvpass.format.parse import parse_plan
 from kvpass.format.state import State
 from kvpass.inner import provider
@@ -48,10 +49,12 @@ _PACKING_BYTES = 20
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step: a query token per sequence attends to ``tokens`` cached ones.
+    """One step: the last ``queries`` tokens of each sequence attend to its ``tokens`` cached ones,
+    each to itself and those before it.
 
     Raises:
-        OptionError: if a number is not positive or ``kv_heads`` does not divide ``heads``.
+        OptionError: if a number is not positive, ``kv_heads`` does not divide ``heads``, or there
+            are more queries than tokens.
     """
 
     batch: int
@@ -61,12 +64,14 @@ class Case:
     tokens: int
     dtype: torch.dtype
     device: torch.device
+    queries: int = 1
 
     def __post_init__(self) -> None:
         batch, kv_heads, tokens, head_dim = self.shape
-        check_sizes(
-            batch=batch, heads=self.heads, kv_heads=kv_heads, head_dim=head_dim, tokens=tokens
-        )
+        sizes = {"heads": self.heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        check_sizes(batch=batch, tokens=tokens, queries=self.queries, **sizes)
+        if self.queries > tokens:
+            raise OptionError(f"{self.queries} new tokens are more than {tokens} in the cache")
 
     @property
     def scale(self) -> float:
@@ -92,9 +97,17 @@ class Case:
         """Random keys or values."""
         return random_tokens(self.shape, self.dtype, self.device, seed)
 
+    @property
+    def mask(self) -> Tensor | None:
+        """Bool ``[n, T]`` of what each query sees, or None: all."""
+        if self.queries == 1:
+            return None
+        seen = torch.ones(self.queries, self.tokens, dtype=torch.bool, device=self.device)
+        return seen.tril(self.tokens - self.queries)
+
     def query(self, seed: int) -> Tensor:
-        """A random query ``[B, Hq, 1, D]``."""
-        shape = (self.batch, self.heads, 1, self.head_dim)
+        """Random queries ``[B, Hq, n, D]``."""
+        shape = (self.batch, self.heads, self.queries, self.head_dim)
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
 
@@ -120,7 +133,7 @@ def dense_attention(
         q: ``[B, Hq, n, D]``, as is the result.
         rows: keys and values ``[1, Hkv, T, D]`` of every sequence; lengths may differ.
         scale: factor of the scores.
-        mask: bool ``[B, 1, 1, T]``, True is visible.
+        mask: bool ``[B, 1, n, T]``, True is visible; B and n may be 1.
     """
     outs = []
     for b, (k, v) in enumerate(rows):
@@ -128,7 +141,9 @@ def dense_attention(
         grouped = q[b : b + 1].double().reshape(1, k.shape[1], heads // k.shape[1] * n, dim)
         scores = grouped @ k.double().transpose(2, 3) * scale
         if mask is not None:
-            scores = scores.masked_fill(~mask[b : b + 1, :, :, : k.shape[2]], float("-inf"))
+            seen = mask[b % mask.shape[0], :, :, : k.shape[2]].expand(1, n, -1)
+            hidden = ~seen.repeat(1, heads // k.shape[1], 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
         out = scores.softmax(-1) @ v.double()
         outs.append(out.reshape(1, heads, n, v.shape[3]))
     return torch.cat(outs)
@@ -167,14 +182,11 @@ def packed_contender(case: Case, recipe: str, q: Tensor, k: Tensor, v: Tensor) -
         for state, tensor_plan in ((keys, plan.keys), (values, plan.values))
     ]
     count = copies(sum(h.nbytes for h in handles), case.device)
-    target, choice = provider(
-        f"attention{plan.keys.op_suffix}", q, keys, values, None, case.scale, *plans
-    )
-    calls = [
-        partial(target, q, *_clones(i, keys, values), None, case.scale, *plans)
-        for i in range(count)
-    ]
-    expected = dense_attention(q, decoded_rows(keys, values, *plans), case.scale)
+    # Without attention sinks, each query up to its own token.
+    rest = None, case.scale, *plans, None, case.queries > 1
+    target, choice = provider(f"attention{plan.keys.op_suffix}", q, keys, values, *rest)
+    calls = [partial(target, q, *_clones(i, keys, values), *rest) for i in range(count)]
+    expected = dense_attention(q, decoded_rows(keys, values, *plans), case.scale, _batched(case))
     declined = "".join(f"; {name} declined: {why}" for name, why in choice.declined)
     return Contender(
         name=f"kvpass {recipe}",
@@ -190,22 +202,29 @@ def packed_contender(case: Case, recipe: str, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def dense_contenders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Contender]:
-    """SDPA as transformers calls it and with packed query rows; on a GPU also every fused backend
-    of SDPA in both forms, and compiled flex_attention."""
+    """SDPA as transformers calls it and with packed query rows; on a GPU, for one query of a
+    sequence, also every fused backend of SDPA in both forms, and compiled flex_attention."""
     count = copies(case.dense_bytes, case.device)
     buffers = [_clones(i, [k, v])[0] for i in range(count)]
-    expected = dense_attention(q, zip(k.split(1), v.split(1), strict=True), case.scale)
+    rows = zip(k.split(1), v.split(1), strict=True)
+    expected = dense_attention(q, rows, case.scale, _batched(case))
+    given = {"scale": case.scale} | ({} if case.mask is None else {"mask": case.mask})
     return [
         Contender(
             name=name,
-            calls=[partial(form, q, *pair, scale=case.scale) for pair in buffers],
+            calls=[partial(form, q, *pair, **given) for pair in buffers],
             error=partial(relative_error, expected=expected),
             tolerance=TOLERANCE[case.dtype],
             bytes_read=case.dense_bytes,
             note=f"buffers: {count}",
         )
-        for name, form in _dense_forms(case.device).items()
+        for name, form in _dense_forms(case).items()
     ]
+
+
+def _batched(case: Case) -> Tensor | None:
+    """The mask for all sequences."""
+    return None if case.mask is None else case.mask[None, None]
 
 
 def copies(nbytes: int, device: torch.device) -> int:
@@ -220,10 +239,10 @@ def _clones(i: int, *states: Sequence[Tensor]) -> list[list[Tensor]]:
     return [list(s) if i == 0 else [t.clone() for t in s] for s in states]
 
 
-def _dense_forms(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+def _dense_forms(case: Case) -> dict[str, Callable[..., Tensor]]:
     rows = partial(_sdpa, rows=True)
     forms: dict[str, Callable[..., Tensor]] = {HF_NAME: _sdpa, ROWS_NAME: rows}
-    if device.type == "cuda":
+    if case.device.type == "cuda" and case.queries == 1:
         for name, backend in _FUSED.items():
             forms[f"sdpa {name} enable_gqa"] = partial(_sdpa, backend=backend)
             forms[f"sdpa {name} rows"] = partial(rows, backend=backend)
@@ -237,14 +256,17 @@ def _sdpa(
     k: Tensor,
     v: Tensor,
     scale: float,
+    mask: Tensor | None = None,
     rows: bool = False,
     backend: SDPBackend | None = None,
 ) -> Tensor:
-    """SDPA as `transformers` calls it in a decode step without padding; with ``rows`` at its best:
-    the query heads of a KV head are rows of one matrix."""
-    batch, heads, _, dim = q.shape
+    """SDPA as `transformers` calls it without padding; with ``rows`` at its best in a decode step:
+    the queries of a KV head are rows of one matrix."""
+    batch, heads, n, dim = q.shape
     if rows:
-        q = q.view(batch, k.shape[1], heads // k.shape[1], dim)
+        shared = heads // k.shape[1]
+        q = q.view(batch, k.shape[1], shared * n, dim)
+        mask = None if mask is None else mask.repeat(shared, 1)
     with nullcontext() if backend is None else sdpa_kernel(backend):
-        out = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=not rows)
-    return out.reshape(batch, heads, 1, v.shape[3]) if rows else out
+        out = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=not rows)
+    return out.reshape(batch, heads, n, v.shape[3]) if rows else out

@@ -52,10 +52,11 @@ def _timing(rounds: int) -> Decorator:
 
 
 @bench.command(
-    short_help="one decode step's attention against SDPA",
+    short_help="one step's attention against SDPA",
     epilog="Example: kvpass bench attention --tokens 4096,32768 --recipes kivi-4bit,kivi-2bit",
 )
 @click.option("--tokens", type=ListOf(click.INT), default="4096,32768", help="In the cache.")
+@click.option("--new", type=int, default=1, help="The last of them, which attend to all before.")
 @click.option("--heads", type=int, default=32)
 @click.option("--kv-heads", type=int, default=8)
 @click.option("--head-dim", type=int, default=128)
@@ -68,6 +69,7 @@ def _timing(rounds: int) -> Decorator:
 @_timing(rounds=30)
 def attention(
     tokens: list[int],
+    new: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -79,7 +81,7 @@ def attention(
     plot: str | None,
     **where: Any,
 ) -> int:
-    """Times one decode step's attention, packed and dense."""
+    """Times one step's attention, packed and dense."""
     from kvpass.bench.attention import attention_json, attention_section, bench_attention
     from kvpass.bench.contenders import Case
     from kvpass.report import check_outputs, plot_lines
@@ -87,7 +89,7 @@ def attention(
     check_outputs(json, plot)
     device, dtype = _device_and_dtype(**where)
     cases = [
-        Case(b, heads, kv_heads, head_dim, t, dtype, device) for b, t in product(batch, tokens)
+        Case(b, heads, kv_heads, head_dim, t, dtype, device, new) for b, t in product(batch, tokens)
     ]
     runs = bench_attention(cases, recipes, rounds, graphs=launch == "graph")
     rows = [row for run in runs for row in attention_json(run)]
@@ -98,7 +100,7 @@ def attention(
             if row["times_ms"]:
                 point = row["tokens"], median(row["times_ms"])
                 series.setdefault(_label(batch, row), []).append(point)
-        plot_lines(plot, series, "tokens in the cache", "ms per decode step's attention")
+        plot_lines(plot, series, "tokens in the cache", "ms per step's attention")
     return code
 
 

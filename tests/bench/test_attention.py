@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpass.bench import contenders
-from kvpass.bench.attention import PEERS, attention_section, bench_attention
+from kvpass.bench.attention import PEERS, attention_json, attention_section, bench_attention
 from kvpass.bench.contenders import HF_NAME, ROWS_NAME, Case, dense_attention, packed_contender
 from kvpass.bench.report import speed_ups
 from kvpass.bench.timing import Result
@@ -68,6 +68,22 @@ def test_dense_attention_is_sdpa():
     torch.testing.assert_close(got, expected)
 
 
+def test_several_new_tokens():
+    """Each sees those before it, packed or dense."""
+    case = replace(CASE, queries=5)
+    (run,) = bench_attention([case], ["kivi-2bit"], 1)
+    assert [r.name for r in run.results] == ["kvpass kivi-2bit", HF_NAME, ROWS_NAME]
+    assert not any(r.wrong for r in run.results)
+    assert "300 tokens, of which 5 are new, batch 2" in str(attention_section(run))
+    assert {row["queries"] for row in attention_json(run)} == {5}
+    q, k, v = case.query(0), case.cached(1), case.cached(2)
+    rows = list(zip(k.split(1), v.split(1), strict=True))
+    last = [dense_attention(q[:, :, 4:], rows, case.scale), dense_attention(q, rows, case.scale)]
+    seen = dense_attention(q, rows, case.scale, case.mask[None, None])
+    torch.testing.assert_close(seen[:, :, 4:], last[0])
+    assert not torch.allclose(seen[:, :, :4], last[1][:, :, :4], atol=1e-3)
+
+
 def test_a_wrong_provider_is_caught(monkeypatch):
     """Values of one token are lost."""
     real = contenders.provider
@@ -104,6 +120,10 @@ def test_mistakes():
         replace(CASE, kv_heads=3)
     with pytest.raises(OptionError, match="tokens=0 is not supported"):
         replace(CASE, tokens=0)
+    with pytest.raises(OptionError, match="301 new tokens are more than 300 in the cache"):
+        replace(CASE, queries=301)
+    with pytest.raises(OptionError, match="queries=0 is not supported"):
+        replace(CASE, queries=0)
     with pytest.raises(OptionError, match="Did you mean 'kivi-4bit'"):
         bench_attention([CASE], ["kivi-5bit"], 1)
     with pytest.raises(PlanError, match="head_dim 20 at 2 bits"):
