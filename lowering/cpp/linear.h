@@ -2,6 +2,7 @@
 // a weight is read once, for all tokens, row by row; a row has the numbers of an output, or of an input.
 #pragma once
 #include "lanes.h"
+#include "linear_tiles.h"
 #include "numbers.h"
 
 namespace {
@@ -129,23 +130,22 @@ void linear_rows(const A& a, const Layer& layer, const X* tokens, int64_t first,
 // the next ones.
 constexpr int TILE = 4;
 
-// Threads share the blocks of all layers: one that is done with its own need not wait in between.
+struct NoSetup {};
+
 template <int ROWS, class A, class X> void linear_blocks(const A& a, const X* x) {
   constexpr int TILES = (A::TOKENS + TILE - 1) / TILE;
-  const auto blocks = [](const auto& layer) { return (layer.outputs + ROWS - 1) / ROWS; };
-  int64_t count = 0;
-  for (int64_t i = 0; i < a.count; i++) count += blocks(a.layers[i]);
-#pragma omp parallel for num_threads(a.threads) schedule(static)
-  for (int64_t n = 0; n < count; n++) {
-    const auto* layer = a.layers;
-    int64_t block = n;
-    for (; block >= blocks(*layer); layer++) block -= blocks(*layer);
+  each_block<ROWS, NoSetup>(a, [&](const auto& layer, int64_t block) {
     each<0, TILES>([&](auto tile) {
       constexpr int FROM = A::TOKENS * tile / TILES, TO = A::TOKENS * (tile + 1) / TILES;
-      linear_rows<ROWS, TO - FROM>(a, *layer, x, block * ROWS, FROM);
+      linear_rows<ROWS, TO - FROM>(a, layer, x, block * ROWS, FROM);
     });
-  }
+  });
 }
+
+// Whether a weight is multiplied in tiles, of more tokens than its rows are multiplied with at once.
+template <class A>
+constexpr bool LINEAR_TILES = TILES && !A::TRANSPOSED && (A::TOKENS > TILE) &&
+    std::is_same_v<typename A::Weight, BFloat16> && std::is_same_v<typename A::Element, BFloat16>;
 
 // Adds rows first ... first + ROWS of a weight [inputs, outputs], columns from ... to, to sums.
 template <int ROWS, class A, class Layer>
@@ -201,12 +201,12 @@ void linear_transposed(const A& a, const Layer& layer, const float* x) {
 }
 
 // Bytes of tokens that the first cache holds beside a row.
-constexpr int64_t HELD = 32768;
+constexpr int64_t NEAREST = 32768;
 
 template <class A, class X> void linear_by_rows(const A& a, const X* x) {
   if constexpr (A::TOKENS <= TILE) {
     if (reads_in_streams()) return linear_blocks<std::min(STREAMS, LANES / A::TOKENS)>(a, x);
-    const bool held = A::TOKENS * a.inputs * (int64_t)sizeof(X) <= HELD;
+    const bool held = A::TOKENS * a.inputs * (int64_t)sizeof(X) <= NEAREST;
     if (A::TOKENS == 1 || held) return linear_blocks<1>(a, x);
   }
   // Tokens that the cache does not hold are read for several rows at a time.
@@ -221,6 +221,8 @@ template <class A, class X> void linear(const A& a, const X* x) {
 
 template <class A> void linear(const A& a) {
   using P = Products<A>;
+  if constexpr (LINEAR_TILES<A>)
+    if (fill_tiles(a)) return linear_tiles(a);
   if constexpr (std::is_same_v<typename A::Element, typename P::Number>) {
     linear(a, a.x);
   } else {

@@ -14,7 +14,13 @@ from kvpass._torch import is_subclass
 from kvpass._torch_cpp import empty_cpu, multiplies_bfloat16
 from kvpass._torch_sizes import constant
 from lowering.cpp.constants import unsupported_device
-from lowering.cpp.library import load_function, native_lanes, source, unsupported_compiler
+from lowering.cpp.library import (
+    load_function,
+    native_lanes,
+    native_tiles,
+    source,
+    unsupported_compiler,
+)
 from lowering.cpp.structs import LINEAR, LINEAR_LAYER, linear_struct
 
 # Of more tokens torch's own layers take less time; of bfloat16 stored by inputs, too, where the
@@ -39,7 +45,8 @@ def _source(tokens: int, dtype: torch.dtype, scaled: bool, transposed: bool) -> 
         LINEAR_LAYER.declaration(),
         LINEAR.declaration(*more, TOKENS=tokens, TRANSPOSED=transposed),
     )
-    return source(["linear.h"], ["linear"], [weight, *structs], lanes=native_lanes(), dtype=dtype)
+    machine = {"lanes": native_lanes(), "tiles": native_tiles()}
+    return source(["linear.h"], ["linear"], [weight, *structs], dtype=dtype, **machine)
 
 
 @cache

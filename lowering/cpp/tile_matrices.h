@@ -54,8 +54,7 @@ template <class A> struct TileMatrices {
   void score(const Pair<A>& pair, const Query& query, int count, float (*scores)[ROWS]) const {
     const Floats scale = all((float)pair.a.scale);
     for (int t = 0; t < count; t += STEP) {
-      multiply_tiles<USED, false>(
-          keys[t], sizeof keys[t], query.tiles[0][0], STEPS, scores[t]);
+      multiply<false, USED>(keys[t], sizeof keys[t], query.tiles[0][0], STEPS, scores[t]);
       for (int u = t; u < t + STEP; u++)
         each<0, USED>([&](auto v) {
           float* place = scores[u] + v * LANES;
@@ -76,10 +75,14 @@ template <class A> struct TileMatrices {
         store<LANES>((int32_t*)tiles[t / STEP][v][t % STEP / 2], round_pairs(at(t), at(t + 1)));
       });
     for (int d = 0; d < VALUES; d += STEP)
-      multiply_tiles<USED, true>(values[d], sizeof values[d], tiles[0][0], steps, sums[d]);
+      multiply<true, USED>(values[d], sizeof values[d], tiles[0][0], steps, sums[d]);
   }
 
  private:
+  template <bool ADDS, int USED>
+  static void multiply(const BFloat16* a, int stride, const BFloat16 (*b)[STEP], int steps, float* sums) {
+    multiply_tiles<USED, ADDS, ROWS / LANES>(a, stride, b, steps, sums, [](int) {});
+  }
   void read_keys(const Pair<A>& pair, int64_t start, int count, int at) {
     alignas(64) float decoded[STEP * STRIDE<K>];
     decode_tokens(pair, pair.keys, start, count, decoded);

@@ -98,16 +98,17 @@ inline Ints round_pairs(Floats a, Floats b) {
 }
 
 // sums[i][j] = what was there, if ADDS, and the sum of a[i][k] * b[k / 2][2 * j + k % 2] over `steps` tiles'
-// numbers k. Rows of a, two tiles of them, are `stride` bytes apart; of b each step has two tiles side by
-// side, of which COUNT are multiplied; rows of sums are as long as both.
-template <int COUNT, bool ADDS>
-inline void multiply_tiles(
-    const BFloat16* a, int stride, const BFloat16 (*b)[TILE_BYTES / 2], int steps, float* sums) {
+// numbers k. Rows of a, two tiles of them, are `stride` bytes apart; of b each step has BESIDE tiles side by
+// side, of which COUNT are multiplied; rows of sums are as long as all of them. meanwhile(k) is called in
+// each step.
+template <int COUNT, bool ADDS, int BESIDE, class Meanwhile>
+inline void multiply_tiles(const BFloat16* a, int64_t stride, const BFloat16 (*b)[TILE_BYTES / 2], int steps,
+                           float* sums, const Meanwhile& meanwhile) {
   constexpr int WIDTH = TILE_BYTES / 4;
 #ifdef KVPASS_AMX
-  constexpr int STRIDE = 2 * TILE_BYTES;
+  constexpr int STRIDE = BESIDE * TILE_BYTES;
   asm volatile("" : : "r"(a), "r"(b), "r"(sums) : "memory");
-  float* below = sums + TILE_ROWS * 2 * WIDTH;
+  float* below = sums + TILE_ROWS * BESIDE * WIDTH;
   if constexpr (ADDS) {
     _tile_loadd(0, sums, STRIDE);
     _tile_loadd(1, below, STRIDE);
@@ -121,7 +122,8 @@ inline void multiply_tiles(
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int k = 0; k < steps; k++, a += TILE_BYTES / 2, b += 2 * TILE_ROWS) {
+  for (int k = 0; k < steps; k++, a += TILE_BYTES / 2, b += BESIDE * TILE_ROWS) {
+    meanwhile(k);
     _tile_loadd(4, a, stride);
     _tile_loadd(6, b, TILE_BYTES);
     _tile_dpbf16ps(0, 4, 6);
@@ -143,13 +145,13 @@ inline void multiply_tiles(
 #else
   for (int i = 0; i < 2 * TILE_ROWS; i++)
     for (int j = 0; j < COUNT * WIDTH; j++) {
-      float sum = ADDS ? sums[i * 2 * WIDTH + j] : 0;
+      float sum = ADDS ? sums[i * BESIDE * WIDTH + j] : 0;
       for (int k = 0; k < steps * TILE_BYTES / 2; k++) {
-        const int at = k / (2 * TILE_ROWS) * 2 + j / WIDTH;
+        const int at = k / (2 * TILE_ROWS) * BESIDE + j / WIDTH;
         const float x = to_float(*(const BFloat16*)((const char*)a + i * stride + 2 * k));
         sum += x * to_float(b[at * TILE_ROWS + k % (2 * TILE_ROWS) / 2][j % WIDTH * 2 + k % 2]);
       }
-      sums[i * 2 * WIDTH + j] = sum;
+      sums[i * BESIDE * WIDTH + j] = sum;
     }
 #endif
 }

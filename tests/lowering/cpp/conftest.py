@@ -37,7 +37,8 @@ def loops(monkeypatch):
 def _as_for(monkeypatch, lanes, tiles):
     for module in (attention, library, linear):
         monkeypatch.setattr(module, "native_lanes", lambda: lanes)
-    monkeypatch.setattr(attention, "native_tiles", lambda: tiles)
+    for module in (attention, linear):
+        monkeypatch.setattr(module, "native_tiles", lambda: tiles)
     for cached in CACHES:
         cached.cache_clear()
     yield lanes

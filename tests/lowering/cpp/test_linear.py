@@ -43,6 +43,19 @@ def test_tokens(tokens, dtype):
     check(tokens, dtype)
 
 
+@pytest.mark.parametrize("tokens", [7, 16])
+def test_tiles(tokens, tiles):
+    check(tokens, torch.bfloat16)
+    test_several_layers_of_the_same_tokens(tokens)
+
+
+def test_layers_that_do_not_fill_tiles(loops):
+    x, weight = (randn(n, 1003, seed=n, dtype=torch.bfloat16) for n in (7, 31))
+    wanted = reference(x.double(), weight.double())
+    got = linear.linear(x, weight)
+    assert float((got.double() - wanted).norm() / wanted.norm()) <= CPP_LINEAR[torch.bfloat16]
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 def test_rows_with_scales(tokens):
     dtype = torch.bfloat16
