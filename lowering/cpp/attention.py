@@ -46,8 +46,10 @@ _GEMV_ROWS = 4
 # The most rows that take turns, where codes are multiplied as floats, and as integers.
 _FLOAT_TURNS = 8
 _INTEGER_TURNS = 32
-# The same where more of them are multiplied in tiles of the model's own type.
+# The same where more of them are multiplied in tiles of the model's own type: of groups of some
+# channels, and of all, for which turns have less to do.
 _TILE_TURNS = 12
+_WHOLE_TURNS = 16
 _VECTOR_ROWS = 8
 _GEMM_ROWS = 16
 _FEWEST_LANES = 4
@@ -142,7 +144,9 @@ def row_size(
     sides = constants_of(k_plan, k_dim), constants_of(v_plan, v_dim)
     tiles = native_tiles() and dtype is torch.bfloat16
     integers = dtype.itemsize == 2 and all(c.in_integers for c in sides)
-    turns = (_TILE_TURNS if tiles else _INTEGER_TURNS) if integers else _FLOAT_TURNS
+    turns = _INTEGER_TURNS if integers else _FLOAT_TURNS
+    if tiles and integers:
+        turns = _WHOLE_TURNS if all(c.run == c.dim for c in sides) else _TILE_TURNS
     if rows > _GEMV_ROWS and rows <= turns and not any(c.dequant_first for c in sides):
         return _GEMV_ROWS
     sizes = (1, 2, _GEMV_ROWS) if tiles else (1, 2, _GEMV_ROWS, _VECTOR_ROWS)

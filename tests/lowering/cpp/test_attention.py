@@ -153,6 +153,9 @@ def test_only_many_query_rows_are_multiplied_as_matrices() -> None:
     for dtype, most in ((torch.float32, 8), (torch.bfloat16, in_tiles), (torch.float16, 32)):
         assert turns(most, kivi(2), dtype)
         assert not turns(most + 1, kivi(2), dtype)
+    whole = ("int2.token64/window=8,pack_every=1",) * 2
+    assert turns(16, whole, torch.bfloat16)
+    assert turns(17, whole, torch.bfloat16) == (not native_tiles())
     assert not turns(9, ("fp", "fp"), torch.bfloat16)
     assert not turns(9, (kivi(2)[0], "int1.5.token32/window=8,pack_every=1"), torch.bfloat16)
     decoded = "int2.token128/window=8,pack_every=1"
