@@ -99,10 +99,11 @@ class Case:
 
     @property
     def mask(self) -> Tensor | None:
-        """Bool ``[n, T]`` of what each query sees, or None: all."""
+        """Bool ``[1, 1, n, T]`` of what each query sees, or None: all."""
         if self.queries == 1:
             return None
-        seen = torch.ones(self.queries, self.tokens, dtype=torch.bool, device=self.device)
+        shape = (1, 1, self.queries, self.tokens)
+        seen = torch.ones(shape, dtype=torch.bool, device=self.device)
         return seen.tril(self.tokens - self.queries)
 
     def query(self, seed: int) -> Tensor:
@@ -186,7 +187,7 @@ def packed_contender(case: Case, recipe: str, q: Tensor, k: Tensor, v: Tensor) -
     rest = None, case.scale, *plans, None, case.queries > 1
     target, choice = provider(f"attention{plan.keys.op_suffix}", q, keys, values, *rest)
     calls = [partial(target, q, *_clones(i, keys, values), *rest) for i in range(count)]
-    expected = dense_attention(q, decoded_rows(keys, values, *plans), case.scale, _batched(case))
+    expected = dense_attention(q, decoded_rows(keys, values, *plans), case.scale, case.mask)
     declined = "".join(f"; {name} declined: {why}" for name, why in choice.declined)
     return Contender(
         name=f"kvpass {recipe}",
@@ -207,12 +208,11 @@ def dense_contenders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Conten
     count = copies(case.dense_bytes, case.device)
     buffers = [_clones(i, [k, v])[0] for i in range(count)]
     rows = zip(k.split(1), v.split(1), strict=True)
-    expected = dense_attention(q, rows, case.scale, _batched(case))
-    given = {"scale": case.scale} | ({} if case.mask is None else {"mask": case.mask})
+    expected = dense_attention(q, rows, case.scale, case.mask)
     return [
         Contender(
             name=name,
-            calls=[partial(form, q, *pair, **given) for pair in buffers],
+            calls=[partial(form, q, *pair, scale=case.scale) for pair in buffers],
             error=partial(relative_error, expected=expected),
             tolerance=TOLERANCE[case.dtype],
             bytes_read=case.dense_bytes,
@@ -220,11 +220,6 @@ def dense_contenders(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Conten
         )
         for name, form in _dense_forms(case).items()
     ]
-
-
-def _batched(case: Case) -> Tensor | None:
-    """The mask for all sequences."""
-    return None if case.mask is None else case.mask[None, None]
 
 
 def copies(nbytes: int, device: torch.device) -> int:
@@ -240,11 +235,12 @@ def _clones(i: int, *states: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _dense_forms(case: Case) -> dict[str, Callable[..., Tensor]]:
-    rows = partial(_sdpa, rows=True)
-    forms: dict[str, Callable[..., Tensor]] = {HF_NAME: _sdpa, ROWS_NAME: rows}
+    plain = partial(_sdpa, mask=case.mask)
+    rows = partial(plain, rows=True)
+    forms: dict[str, Callable[..., Tensor]] = {HF_NAME: plain, ROWS_NAME: rows}
     if case.device.type == "cuda" and case.queries == 1:
         for name, backend in _FUSED.items():
-            forms[f"sdpa {name} enable_gqa"] = partial(_sdpa, backend=backend)
+            forms[f"sdpa {name} enable_gqa"] = partial(plain, backend=backend)
             forms[f"sdpa {name} rows"] = partial(rows, backend=backend)
         flex: Any = torch.compile(flex_attention, dynamic=False)
         forms[FLEX_NAME] = partial(flex, enable_gqa=True)
@@ -266,7 +262,7 @@ def _sdpa(
     if rows:
         shared = heads // k.shape[1]
         q = q.view(batch, k.shape[1], shared * n, dim)
-        mask = None if mask is None else mask.repeat(shared, 1)
+        mask = None if mask is None else mask.repeat(1, 1, shared, 1)
     with nullcontext() if backend is None else sdpa_kernel(backend):
         out = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=not rows)
     return out.reshape(batch, heads, n, v.shape[3]) if rows else out

@@ -63,8 +63,7 @@ struct PairProducts {
 
   static Vector load(const BFloat16* p) { return ::load<Ints, COUNT>(p); }
   static Vector load(const int8_t* p) {
-    const Floats low = load_numbers<LANES>(p), high = load_numbers<LANES>(p + LANES);
-    return (Ints)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    return (Ints)round_both(load_numbers<LANES>(p), load_numbers<LANES>(p + LANES));
   }
   static Floats add(Floats sums, Vector a, Vector b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);

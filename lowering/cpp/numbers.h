@@ -169,4 +169,16 @@ template <int COUNT> inline void store_numbers(Float16* p, Floats x) {
   for (int i = 0; i < std::min(COUNT, LANES); i++) p[i].bits = Float16::narrow(x[i]);
 }
 
+// Two vectors rounded to bfloat16, one behind the other; of subnormal numbers some processors make zero.
+inline Words round_both(Floats a, Floats b) {
+#if KVPASS_LANES == 16 && defined(__AVX512BF16__)
+  return (Words)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+#else
+  BFloat16 x[2 * LANES];
+  store_numbers<LANES>(x, a);
+  store_numbers<LANES>(x + LANES, b);
+  return load<Words, 2 * LANES>(x);
+#endif
+}
+
 }  // namespace

@@ -29,9 +29,12 @@ template <class A> struct TileMatrices {
       alignas(64) float query[STEPS * STEP]{};
       // Scaled, it would have to be rounded.
       pair.read_query(row, 1, query);
-      for (int d = 0; d < STEPS * STEP; d++)
-        store_numbers<1>(
-            &tiles[d / STEP][r / LANES][d % STEP / 2][r % LANES * 2 + d % 2], all(query[d]));
+      each<0, STEPS>([&](auto step) {
+        const float* place = query + step * STEP;
+        const Words x = round_both(load<Floats, LANES>(place), load<Floats, LANES>(place + LANES));
+        for (int p = 0; p < TILE_ROWS; p++)
+          std::memcpy(&tiles[step][r / LANES][p][r % LANES * 2], (const uint16_t*)&x + 2 * p, 4);
+      });
     }
   };
   using Sums = float[VALUES][ROWS];

@@ -78,18 +78,7 @@ inline void multiply_tiles(const int8_t* a, int stride, const uint8_t* b, int32_
 #endif
 }
 
-// Numbers rounded to bfloat16: those of one vector behind those of the other, or in every lane the two of
-// that lane, the first one's in the low bits.
-inline Words round_both(Floats a, Floats b) {
-#if KVPASS_LANES == 16 && defined(__AVX512BF16__)
-  return (Words)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-#else
-  BFloat16 x[2 * LANES];
-  store_numbers<LANES>(x, a);
-  store_numbers<LANES>(x + LANES, b);
-  return load<Words, 2 * LANES>(x);
-#endif
-}
+// In every lane the two numbers of that lane, rounded to bfloat16, the first one's in the low bits.
 template <int... I> inline Words zip_halves(Words x, std::integer_sequence<int, I...>) {
   return SHUFFLE(x, x, (I / 2 + I % 2 * LANES));
 }

@@ -79,7 +79,7 @@ def test_several_new_tokens():
     q, k, v = case.query(0), case.cached(1), case.cached(2)
     rows = list(zip(k.split(1), v.split(1), strict=True))
     last = [dense_attention(q[:, :, 4:], rows, case.scale), dense_attention(q, rows, case.scale)]
-    seen = dense_attention(q, rows, case.scale, case.mask[None, None])
+    seen = dense_attention(q, rows, case.scale, case.mask)
     torch.testing.assert_close(seen[:, :, 4:], last[0])
     assert not torch.allclose(seen[:, :, :4], last[1][:, :, :4], atol=1e-3)
 

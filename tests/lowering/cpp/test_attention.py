@@ -9,13 +9,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpass.bench.contenders import decoded_rows
+from lowering.cpp import attention as cpp_attention
 from lowering.cpp.attention import (
     attention,
     attention_partial,
     row_size,
     unsupported_reason,
 )
-from lowering.cpp.library import native_tiles
 from tests.tolerances import CPP_ATTENTION
 from tests.triton_templates import kernel_reference
 from tests.triton_templates.kernel_reference import (
@@ -142,20 +142,26 @@ def test_integers(plans, dim, heads):
         check(plans, *states(plans, tokens, dim=dim, dtype=dtype), query(heads, n, dim, dtype))
 
 
-def test_only_many_query_rows_are_multiplied_as_matrices() -> None:
+@pytest.mark.parametrize(("tiles", "most", "most_of_whole_heads"), [(0, 32, 32), (1, 12, 16)])
+def test_only_many_query_rows_are_multiplied_as_matrices(
+    monkeypatch, tiles: int, most: int, most_of_whole_heads: int
+) -> None:
     """Codes that are multiplied as they lie are read again for every few rows; decoding them, and
     multiplying floats, takes longer up to more rows where they are multiplied as integers."""
 
     def turns(rows: int, plans: tuple[str, str], dtype: torch.dtype) -> bool:
-        return row_size(rows, *plans, 64, 64, dtype) == 4
+        return row_size.__wrapped__(rows, *plans, 64, 64, dtype) == 4
 
-    in_tiles = 12 if native_tiles() else 32
-    for dtype, most in ((torch.float32, 8), (torch.bfloat16, in_tiles), (torch.float16, 32)):
-        assert turns(most, kivi(2), dtype)
-        assert not turns(most + 1, kivi(2), dtype)
+    monkeypatch.setattr(cpp_attention, "native_tiles", lambda: tiles)
     whole = ("int2.token64/window=8,pack_every=1",) * 2
-    assert turns(16, whole, torch.bfloat16)
-    assert turns(17, whole, torch.bfloat16) == (not native_tiles())
+    for count, plans, dtype in (
+        (8, kivi(2), torch.float32),
+        (most, kivi(2), torch.bfloat16),
+        (most_of_whole_heads, whole, torch.bfloat16),
+        (32, kivi(2), torch.float16),
+    ):
+        assert turns(count, plans, dtype)
+        assert not turns(count + 1, plans, dtype)
     assert not turns(9, ("fp", "fp"), torch.bfloat16)
     assert not turns(9, (kivi(2)[0], "int1.5.token32/window=8,pack_every=1"), torch.bfloat16)
     decoded = "int2.token128/window=8,pack_every=1"
